@@ -1,0 +1,225 @@
+"""Result records: frozen dataclasses to versioned JSON and back, without torch.
+
+Every command writes one `results.json`: {"kind", "version", "made", "data"}. `kind` is the record's class,
+`version` the version of its fields, `made` how the figures came to be (command, commit, seed, device,
+library versions). A reader of an older or newer file gets an error with a remedy, never a wrong number.
+Non-finite floats are written as the strings "nan", "inf" and "-inf", because JSON has no word for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fullrank.errors import FullrankError
+from fullrank.version import __version__
+
+Record = TypeVar("Record")
+
+LIBRARIES = ("torch", "numpy", "scipy", "highspy", "triton", "transformers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """How a set of figures came to be."""
+
+    command: str
+    commit: str
+    time: str
+    device: str
+    seed: int | None
+    versions: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LadderRung:
+    """One head on one synthetic language: what it could reach and what it reached."""
+
+    head: str
+    width: int
+    components: int
+    parameters: int
+    least_rank: int
+    """Least rank over the shift class of the learnt log-probabilities, on every context of the language."""
+    kl: float
+    """Mean over contexts of KL(truth || model), nats per token."""
+    floor: float
+    """The lowest KL found for any softmax of this width, with free context vectors, nats per token."""
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """The rank ladder: softmax below, at and above a known rank, and high-rank heads at the small width."""
+
+    kind: typing.ClassVar[str] = "ladder"
+    version: typing.ClassVar[int] = 1
+
+    contexts: int
+    vocabulary: int
+    least_rank: int
+    """Least rank of the language itself, by construction."""
+    small_width: int
+    steps: int
+    entropy: float
+    """Entropy of the truth, nats per token: the loss that no model goes under."""
+    rungs: tuple[LadderRung, ...]
+
+
+KINDS: dict[str, type] = {Ladder.kind: Ladder}
+
+
+def provenance(*, seed: int | None, device: str) -> Provenance:
+    """Describe this process: its command line, the commit of this source tree, device and versions."""
+    versions = {"python": platform.python_version(), "fullrank": __version__}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Provenance(
+        command=command, commit=_commit(), time=time, device=device, seed=seed, versions=versions
+    )
+
+
+def _commit() -> str:
+    """The commit of the source tree around this module, "+changes" if edited; "" outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        head = _git(root, "rev-parse", "HEAD")
+        return head + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()
+
+
+def save(record: Any, path: Path, made: Provenance) -> None:
+    """Write a record whole or not at all."""
+    document = {
+        "kind": record.kind,
+        "version": record.version,
+        "made": _plain(made),
+        "data": _plain(record),
+    }
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def load(path: Path) -> tuple[Any, Provenance]:
+    """Read a record of any kind with its provenance; raises FullrankError for what it cannot read."""
+    try:
+        document = json.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError as error:
+        raise FullrankError(f"no results at {path}: run the command that writes them first") from error
+    except OSError as error:
+        raise FullrankError(f"{path} cannot be read ({error.strerror}): pass a results file") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise FullrankError(f"{path} is not JSON ({error}): run the command that wrote it again") from error
+    if not isinstance(document, dict) or not {"kind", "version", "made", "data"} <= document.keys():
+        raise FullrankError(f"{path} is not a fullrank result: it lacks kind, version, made or data")
+    cls = KINDS.get(str(document["kind"]))
+    if cls is None:
+        raise FullrankError(f"{path} holds a {document['kind']!r}, this version reads {', '.join(KINDS)}")
+    if document["version"] != cls.version:  # type: ignore[attr-defined]
+        raise FullrankError(
+            f"{path} has version {document['version']} of {document['kind']!r}, this fullrank reads version "
+            f"{cls.version}: run the command that wrote it again"  # type: ignore[attr-defined]
+        )
+    try:
+        return _build(cls, document["data"]), _build(Provenance, document["made"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise FullrankError(
+            f"{path} does not hold the fields of a {document['kind']!r} ({error}): run its command again"
+        ) from error
+
+
+def check_writable(directory: Path) -> None:
+    """Raise before long work, not after it, where its results could not be written."""
+    there = directory.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise FullrankError(
+            f"cannot write to {directory}: {there} is no writable directory; choose another --out"
+        )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf8") as file:
+            file.write(text)
+        # mkstemp makes the file private; a result is as readable as any other file the user writes.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        # float first: a numpy scalar's repr names its type.
+        return repr(float(value))
+    return value
+
+
+def _build(cls: type[Record], data: Any) -> Record:
+    """The inverse of `_plain` for dataclasses of plain fields, tuples, dicts and options of them."""
+    hints = typing.get_type_hints(cls)
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = set(data) - names
+    if unknown:
+        raise ValueError(f"unknown fields {sorted(unknown)}")
+    return cls(**{name: _value(hints[name], data[name]) for name in names})
+
+
+def _value(hint: Any, data: Any) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if data is None:
+            return None
+        return _value(next(item for item in arguments if item is not type(None)), data)
+    if origin is tuple:
+        return tuple(_value(arguments[0], item) for item in data)
+    if origin is dict:
+        return {key: _value(arguments[1], item) for key, item in data.items()}
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), data)
+    if hint is float:
+        return float(data)
+    if hint in (int, str, bool) and type(data) is not hint:
+        raise ValueError(f"expected {hint.__name__}, got {data!r}")
+    return data

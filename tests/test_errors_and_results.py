@@ -1,0 +1,239 @@
+"""Records survive the round trip, a file that cannot be read says why, writing is whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fullrank import results
+from fullrank.errors import FullrankError
+from fullrank.results import Ladder, LadderRung, Provenance, load, provenance, save, write_whole
+
+MADE = Provenance(
+    command="fullrank demo",
+    commit="",
+    time="2026-01-01T00:00:00+00:00",
+    device="cpu",
+    seed=None,
+    versions={"a": "1"},
+)
+
+
+def rung(**changed: Any) -> LadderRung:
+    values: dict[str, Any] = {
+        "head": "mos",
+        "width": 4,
+        "components": 3,
+        "parameters": 100,
+        "least_rank": 9,
+        "kl": 0.1,
+        "floor": 0.5,
+        "seconds": 1.5,
+    }
+    return LadderRung(**values | changed)
+
+
+def ladder(*rungs: LadderRung) -> Ladder:
+    return Ladder(
+        contexts=5,
+        vocabulary=7,
+        least_rank=3,
+        small_width=2,
+        steps=10,
+        entropy=1.25,
+        rungs=rungs or (rung(),),
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "folder" / "results.json"
+
+
+def edit(path: Path, change: Any) -> None:
+    document = json.loads(path.read_text(encoding="utf8"))
+    change(document)
+    path.write_text(json.dumps(document), encoding="utf8")
+
+
+def test_user_errors_are_value_errors() -> None:
+    assert issubclass(FullrankError, ValueError)
+
+
+def test_record_survives_the_round_trip(path: Path) -> None:
+    record = ladder(rung(), rung(head="softmax", floor=0.25, kl=1e-300))
+    save(record, path, MADE)
+    assert load(path) == (record, MADE)
+
+
+def test_non_finite_numbers_survive_the_round_trip(path: Path) -> None:
+    record = ladder(rung(kl=math.inf, floor=-math.inf), rung(kl=math.nan))
+    save(record, path, MADE)
+    found, _ = load(path)
+    assert found.rungs[0].kl == math.inf
+    assert found.rungs[0].floor == -math.inf
+    assert math.isnan(found.rungs[1].kl)
+    json.loads(path.read_text(encoding="utf8"), parse_constant=pytest.fail)
+
+
+def test_numpy_numbers_are_numbers(path: Path) -> None:
+    save(ladder(rung(kl=np.float64("inf"), floor=np.float64(0.5))), path, MADE)
+    found, _ = load(path)
+    assert found.rungs[0].kl == math.inf
+    assert found.rungs[0].floor == 0.5
+
+
+def test_whole_numbers_are_read_as_floats_where_floats_belong(path: Path) -> None:
+    save(ladder(), path, MADE)
+    edit(path, lambda document: document["data"].update(entropy=1))
+    found, _ = load(path)
+    assert found.entropy == 1.0
+    assert type(found.entropy) is float
+
+
+def test_provenance_describes_this_process() -> None:
+    made = provenance(seed=7, device="cpu")
+    assert made.seed == 7
+    assert {"python", "fullrank", "torch", "numpy"} <= made.versions.keys()
+    assert all(made.versions.values())
+    assert made.command
+    assert not made.command.startswith("/")
+
+
+def test_missing_file_names_the_remedy(path: Path) -> None:
+    with pytest.raises(FullrankError, match=r"no results at .*results\.json: run the command"):
+        load(path)
+
+
+def test_a_folder_is_not_a_result(tmp_path: Path) -> None:
+    with pytest.raises(FullrankError, match="cannot be read"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"not json", b"\xff\xfe\x00"], ids=["empty", "cut", "text", "bytes"]
+)
+def test_what_is_not_json_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "results.json"
+    path.write_bytes(content)
+    with pytest.raises(FullrankError, match="is not JSON"):
+        load(path)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", "{}", '{"kind": "ladder"}'])
+def test_json_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(content, encoding="utf8")
+    with pytest.raises(FullrankError, match="is not a fullrank result"):
+        load(path)
+
+
+@pytest.mark.parametrize("kind", ["stairs", 3, None, ["ladder"]])
+def test_unknown_kind_is_answered_with_the_known_ones(path: Path, kind: Any) -> None:
+    save(ladder(), path, MADE)
+    edit(path, lambda document: document.update(kind=kind))
+    with pytest.raises(FullrankError, match=r"this version reads .*ladder"):
+        load(path)
+
+
+@pytest.mark.parametrize("version", [0, 99, "1", None])
+def test_other_version_is_refused(path: Path, version: Any) -> None:
+    save(ladder(), path, MADE)
+    edit(path, lambda document: document.update(version=version))
+    with pytest.raises(FullrankError, match=rf"version {version} .*reads version {Ladder.version}.*again"):
+        load(path)
+
+
+CHANGES: dict[str, Any] = {
+    "missing field": lambda document: document["data"].pop("entropy"),
+    "missing field of a rung": lambda document: document["data"]["rungs"][0].pop("kl"),
+    "missing provenance": lambda document: document["made"].pop("command"),
+    "unknown field": lambda document: document["data"].update(colour="red"),
+    "text for a number": lambda document: document["data"].update(entropy="high"),
+    "float for a whole number": lambda document: document["data"].update(steps=1.5),
+    "truth value for a whole number": lambda document: document["data"].update(steps=True),
+    "nothing for a number": lambda document: document["data"].update(entropy=None),
+    "number for text": lambda document: document["data"]["rungs"][0].update(head=3),
+    "no list": lambda document: document["data"].update(rungs=3),
+    "data is a list": lambda document: document.update(data=[]),
+    "data is nothing": lambda document: document.update(data=None),
+    "made is text": lambda document: document.update(made="yesterday"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_wrong_fields_are_refused(path: Path, change: Any) -> None:
+    save(ladder(), path, MADE)
+    edit(path, change)
+    with pytest.raises(FullrankError, match=r"does not hold the fields of a 'ladder'.*again"):
+        load(path)
+
+
+def test_every_kind_is_registered_under_its_own_name() -> None:
+    assert all(cls.kind == kind for kind, cls in results.KINDS.items())  # type: ignore[attr-defined]
+
+
+def test_writing_replaces_the_old_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    write_whole(path, "old")
+    write_whole(path, "new, ünïcode")
+    assert path.read_text(encoding="utf8") == "new, ünïcode"
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_a_result_is_as_readable_as_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    write_whole(tmp_path / "whole", "")
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "whole")]
+    assert modes[0] == modes[1]
+
+
+@pytest.mark.parametrize("step", ["chmod", "replace"])
+def test_failed_write_leaves_the_old_file_and_no_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    path = tmp_path / "results.json"
+    save(ladder(), path, MADE)
+    before = path.read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(results.os, step, fail)
+    with pytest.raises(OSError, match="no space left"):
+        save(ladder(rung(), rung()), path, MADE)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["results.json"]
+
+
+def test_text_that_cannot_be_encoded_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    write_whole(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "half a character: \ud800")
+    assert path.read_text(encoding="utf8") == "old"
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_what_json_cannot_hold_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    save(ladder(), path, MADE)
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        save(ladder(rung(kl=1j)), path, MADE)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["results.json"]
+
+
+def test_a_folder_in_the_way_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "results.json").mkdir()
+    with pytest.raises(OSError, match=r"results\.json"):
+        save(ladder(), tmp_path / "results.json", MADE)
+    assert os.listdir(tmp_path) == ["results.json"]
