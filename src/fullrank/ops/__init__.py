@@ -1,0 +1,16 @@
+"""The primitive: exact losses of high-rank heads in a bounded workspace."""
+
+from fullrank.ops.dispatch import TokenStats, linear_logprob, mixture_log_probs, mixture_nll
+from fullrank.ops.pointwise import IDENTITY, SIGSOFTMAX, PiecewiseLinear, Pointwise, Softcap
+
+__all__ = [
+    "IDENTITY",
+    "SIGSOFTMAX",
+    "PiecewiseLinear",
+    "Pointwise",
+    "Softcap",
+    "TokenStats",
+    "linear_logprob",
+    "mixture_log_probs",
+    "mixture_nll",
+]

@@ -1,0 +1,275 @@
+"""The chunked pass as torch operators, so that autograd, torch.compile and autocast see one opaque call.
+
+    fullrank::mixture         loss of all tokens, with the gradients made on the way
+    fullrank::rows            target score, normaliser and loss of every row, differentiable one by one
+    fullrank::rows_gradient   the backward pass of `rows`
+
+Autograd never sees the gradients that `mixture` returns as something to differentiate: the backward pass
+scales them by the upstream gradient and hands the buffers over, so that W's gradient exists once. A second
+backward pass over the same graph finds them gone and makes them again. Second derivatives raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullrank.errors import FullrankError
+from fullrank.ops import chunked
+from fullrank.ops.pointwise import from_parts
+from fullrank.ops.reference import compute_dtype
+from fullrank.ops.tiles import Gradients, Needs, Statistics
+
+Optional = Tensor | None
+
+# How many of an operator's first arguments are tensors; the plain options follow.
+MIXTURE_TENSORS, ROWS_TENSORS = 7, 5
+
+
+def check_targets(targets: Tensor, V: int, ignore_index: int | None) -> None:
+    """Raise for a target that no row of W belongs to, naming it. It lives inside the operators, where
+    the values are known even under torch.compile."""
+    if targets.numel() == 0:
+        return
+    bad = (targets < 0) | (targets >= V)
+    if ignore_index is not None:
+        bad &= targets != ignore_index
+    if bool(bad.any()):
+        first = int(targets[bad][0])
+        ignored = "" if ignore_index is None else f" or ignore_index={ignore_index}"
+        raise FullrankError(
+            f"target {first} is outside the vocabulary: "
+            f"expected 0 <= target < V={V}{ignored}; check the tokenizer against the head"
+        )
+
+
+def _or_empty(like: Tensor, *tensors: Optional) -> tuple[Tensor, ...]:
+    """An operator returns tensors only: nothing is an empty one."""
+    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
+
+
+def _cast(gradients: Sequence[Tensor], inputs: Sequence[Optional]) -> list[Optional]:
+    """Each gradient in the dtype of its input; an empty one means that nobody asked."""
+    return [
+        gradient.to(tensor.dtype) if tensor is not None and gradient.shape == tensor.shape else None
+        for gradient, tensor in zip(gradients, inputs, strict=True)
+    ]
+
+
+def _fake_summed(needs: Needs, weight: Tensor, slopes: Optional, wide: torch.dtype) -> tuple[Optional, ...]:
+    return (
+        weight.new_empty(weight.shape, dtype=wide) if needs.weight else None,
+        weight.new_empty(weight.shape[0], dtype=wide) if needs.bias else None,
+        slopes.new_empty(slopes.shape, dtype=torch.float64) if needs.slopes and slopes is not None else None,
+    )
+
+
+def _summed(gradients: Gradients, kind: str, constant: float, slopes: Optional) -> tuple[Optional, ...]:
+    return gradients.weight, gradients.bias, gradients.slopes(from_parts(kind, constant, slopes))
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise FullrankError(
+            "fullrank's fused loss is differentiable once, got backward(create_graph=True): "
+            "pass impl='reference' for second derivatives"
+        )
+
+
+@torch.library.custom_op("fullrank::mixture", mutates_args=())
+def mixture(
+    rows: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    slopes: Tensor | None,
+    kind: str,
+    constant: float,
+    mean: bool,
+    ignore_index: int,
+    stats: bool,
+    needs: Sequence[bool],
+    workspace: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """loss, nll [N], argmax [N], entropy [N], factor, then the gradients of the differentiable inputs."""
+    check_targets(targets, weight.shape[0], ignore_index)
+    wide = compute_dtype(rows.dtype)
+    share = torch.ones_like(targets, dtype=wide) if token_weight is None else token_weight.to(wide)
+    share = torch.where(targets != ignore_index, share, 0.0)
+    # The gradients are made for weights of at most 1 and scaled once at the end: in fp16 a row times 1/N
+    # would be a subnormal number.
+    largest = share.abs().amax() if share.numel() else share.new_ones(())
+    largest = torch.where(largest == 0, 1.0, largest)
+    out = chunked.mixture_forward(
+        rows, log_prior, weight, targets, bias, None if token_weight is None else share / largest,
+        from_parts(kind, constant, slopes),
+        ignore_index=ignore_index, needs=Needs(*needs), late=False, stats=stats, workspace=workspace,
+    )  # fmt: skip
+    # A token that is given no weight counts nothing, even at an infinite loss.
+    weighted = out.nll if token_weight is None else torch.where(share == 0, 0.0, out.nll * share)
+    loss, factor = weighted.sum(), largest
+    if mean:
+        # Nothing counted, nothing lost: loss 0 and gradient 0, not 0/0.
+        mass = share.sum()
+        inverse = torch.where(mass == 0, 0.0, 1.0 / mass)
+        loss, factor = loss * inverse, largest * inverse
+    summed = _summed(out.gradients, kind, constant, slopes)
+    gradients = _or_empty(out.nll, out.d_rows, out.d_prior, *summed)
+    return loss, out.nll, out.argmax, out.entropy, factor.clone(), *gradients  # type: ignore[return-value]
+
+
+@mixture.register_fake
+def _(rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    slopes, stats, needs = rest[2], rest[7], Needs(*rest[8])
+    wide = compute_dtype(rows.dtype)
+    nll = rows.new_empty(rows.shape[0], dtype=wide)
+    return (
+        nll.new_empty(()),
+        nll,
+        nll.new_empty(rows.shape[0] if stats else 0, dtype=torch.int64),
+        nll.new_empty(rows.shape[0] if stats else 0),
+        nll.new_empty(()),
+        *_or_empty(
+            nll,
+            rows.new_empty(rows.shape) if needs.rows else None,
+            nll.new_empty(rows.shape[:2]) if needs.prior else None,
+            *_fake_summed(needs, weight, slopes, wide),
+        ),
+    )
+
+
+def _mixture_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*inputs[:MIXTURE_TENSORS], output[4])
+    ctx.options = inputs[MIXTURE_TENSORS:]
+    # Not saved through autograd: the first backward pass takes these buffers out and gives them away.
+    ctx.gradients = list(output[5:])
+
+
+def _mixture_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optional, ...]:
+    _refuse_second_derivative()
+    *inputs, factor = ctx.saved_tensors
+    rows, log_prior, weight, _targets, bias, _token_weight, slopes = inputs
+    nothing = [None] * len(ctx.options)
+    if upstream is None:
+        return (*[None] * MIXTURE_TENSORS, *nothing)
+    gradients, ctx.gradients = ctx.gradients, None
+    if gradients is None:
+        with torch.no_grad():
+            gradients = list(mixture(*inputs, *ctx.options)[5:])
+    scale = upstream * factor
+    # In place, so that W's gradient exists once. A traced gradient is the graph's, which may not change it.
+    gradients = [each.mul_(scale) if type(each) is Tensor else each * scale for each in gradients]
+    d_rows, d_prior, d_weight, d_bias, d_slopes = _cast(gradients, [rows, log_prior, weight, bias, slopes])
+    return (d_rows, d_prior, d_weight, None, d_bias, None, d_slopes, *nothing)
+
+
+mixture.register_autograd(_mixture_backward, setup_context=_mixture_setup)
+
+
+@torch.library.custom_op("fullrank::rows", mutates_args=())
+def rows_statistics(
+    rows: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    kind: str,
+    constant: float,
+    ignore_index: int | None,
+    needs: Sequence[bool],
+    workspace: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """target [R], lse [R], nll [R], then what the backward pass keeps: maximum [R], others [R] and, where all
+    but the rows is frozen, Q W [R, D]."""
+    check_targets(targets, weight.shape[0], ignore_index)
+    out = chunked.mixture_forward(
+        rows[:, None, :], rows.new_zeros(rows.shape[0], 1), weight, targets, bias, None,
+        from_parts(kind, constant, slopes),
+        ignore_index=ignore_index, needs=Needs(*needs), late=True, stats=False, workspace=workspace,
+    )  # fmt: skip
+    assert out.statistics is not None
+    statistics = Statistics(*(column.flatten() for column in out.statistics))
+    ready = rows.new_empty(0) if out.d_rows is None else out.d_rows.flatten(1)
+    return statistics.target, statistics.lse, out.nll, statistics.maximum, statistics.others, ready
+
+
+@rows_statistics.register_fake
+def _(rows: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    per_row = [rows.new_empty(rows.shape[0], dtype=compute_dtype(rows.dtype)) for _ in range(5)]
+    return *per_row, rows.new_empty(rows.shape if Needs(*rest[5]).rows_alone else 0)
+
+
+def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    target, _lse, _nll, *kept = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(*inputs[:ROWS_TENSORS], target, *kept)
+    ctx.options = inputs[ROWS_TENSORS:]
+
+
+def _rows_backward(
+    ctx: Any, g_target: Optional, g_lse: Optional, g_nll: Optional, *_: Optional
+) -> tuple[Optional, ...]:
+    _refuse_second_derivative()
+    rows, weight, targets, bias, slopes, target, maximum, others, ready = ctx.saved_tensors
+    statistics = Statistics(maximum, others, target)
+    # The gradient in f(z_y), from each output by itself: in their sum the loss would lose its digits.
+    upstream, at_target = torch.zeros_like(target), torch.zeros_like(target)
+    if g_nll is not None:
+        upstream, at_target = upstream + g_nll, at_target + g_nll * statistics.deficit / statistics.total
+    if g_lse is not None:
+        upstream, at_target = upstream + g_lse, at_target + g_lse * statistics.gap.exp() / statistics.total
+    if g_target is not None:
+        # A masked target is constant.
+        at_target = at_target + torch.where(torch.isneginf(target), 0.0, g_target)
+    gradients = rows_gradient(
+        rows, weight, targets, bias, slopes, target, maximum, others, ready, upstream, at_target, *ctx.options
+    )
+    d_rows, d_weight, d_bias, d_slopes = _cast(gradients, [rows, weight, bias, slopes])
+    return (d_rows, d_weight, None, d_bias, d_slopes, *[None] * len(ctx.options))
+
+
+rows_statistics.register_autograd(_rows_backward, setup_context=_rows_setup)
+
+
+@torch.library.custom_op("fullrank::rows_gradient", mutates_args=())
+def rows_gradient(
+    rows: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    target: Tensor,
+    maximum: Tensor,
+    others: Tensor,
+    ready: Tensor,
+    upstream: Tensor,
+    at_target: Tensor,
+    kind: str,
+    constant: float,
+    ignore_index: int | None,
+    needs: Sequence[bool],
+    workspace: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wanted = Needs(*needs)
+    d_rows, gradients = chunked.rows_backward(
+        rows, weight, targets, bias, from_parts(kind, constant, slopes),
+        Statistics(maximum, others, target), upstream, at_target,
+        ready=ready if wanted.rows_alone else None, ignore_index=ignore_index, needs=wanted,
+        workspace=workspace,
+    )  # fmt: skip
+    return _or_empty(upstream, d_rows, *_summed(gradients, kind, constant, slopes))  # type: ignore[return-value]
+
+
+@rows_gradient.register_fake
+def _(rows: Tensor, weight: Tensor, targets: Tensor, bias: Optional, *rest: Any) -> tuple[Tensor, ...]:
+    slopes, upstream, needs = rest[0], rest[5], Needs(*rest[10])
+    summed = _fake_summed(needs, weight, slopes, upstream.dtype)
+    return _or_empty(upstream, rows.new_empty(rows.shape) if needs.rows else None, *summed)

@@ -1,0 +1,294 @@
+"""The exact losses and gradients in a bounded workspace, on any device: loops of chunks over `tiles.py`.
+
+    mixture_forward   loss of every token and, when its weight is known, every gradient: three products.
+                      Without gradients one; with W frozen two.
+    rows_backward     gradients for upstream gradients that only the backward pass knows: three more products.
+
+The target score and the normaliser of single rows are `mixture_forward` with K = 1 and its statistics.
+
+Nothing here knows autograd; `autograd.py` makes operators of these. Ignored tokens are left out before any
+product, so what their rows hold does not matter, not even NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fullrank.ops.plan import make_plan
+from fullrank.ops.pointwise import PiecewiseLinear, Pointwise
+from fullrank.ops.reference import compute_dtype
+from fullrank.ops.tiles import (
+    Gradients,
+    Mode,
+    Needs,
+    Statistics,
+    Vocabulary,
+    add_products,
+    add_slope_gradient,
+    finish_tile,
+    posterior,
+    recompute_gradient,
+    statistics_of,
+)
+
+Index = slice | Tensor
+
+
+@dataclass
+class MixtureForward:
+    """All that one pass over a batch of tokens makes; gradients are those of sum_i weight_i nll_i."""
+
+    nll: Tensor
+    """[N], without weights."""
+    statistics: Statistics | None
+    """[N, K] each, with late weights."""
+    argmax: Tensor
+    """[N], -1 for ignored tokens; empty where not asked for."""
+    entropy: Tensor
+    """[N] nats; empty where not asked for."""
+    d_rows: Tensor | None
+    """The gradient of the rows; with late weights Q W without the target's part and the factor."""
+    d_prior: Tensor | None
+    gradients: Gradients
+
+
+def chunks(targets: Tensor, ignore_index: int | None, size: int) -> Iterator[Index]:
+    """Index every counted token, in pieces: slices while nothing is ignored, positions otherwise."""
+    if ignore_index is not None:
+        counted = targets != ignore_index
+        if not bool(counted.all()):
+            positions = counted.nonzero()[:, 0]
+            # An empty tensor splits into one empty piece, not into none.
+            yield from positions.split(size) if positions.numel() else ()
+            return
+    for start in range(0, targets.shape[0], size):
+        yield slice(start, min(start + size, targets.shape[0]))
+
+
+def vocabulary_for(
+    rows: Tensor, K: int, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, workspace: int
+) -> Vocabulary:
+    """W, b and f with a plan for rows [N, ..., D] of K a token."""
+    V, D = weight.shape
+    plan = make_plan(
+        N=rows.shape[0], K=K, D=D, V=V, product=rows.dtype, device=rows.device,
+        tile_buffers=pointwise.tile_buffers, workspace=workspace,
+    )  # fmt: skip
+    return Vocabulary(weight, bias, pointwise, product=rows.dtype, plan=plan, K=K)
+
+
+def empty_gradients(needs: Needs, weight: Tensor, pointwise: Pointwise, wide: torch.dtype) -> Gradients:
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=wide, device=weight.device)
+
+    slopes = needs.slopes and isinstance(pointwise, PiecewiseLinear)
+    bins = pointwise.bins if isinstance(pointwise, PiecewiseLinear) else 0
+    return Gradients(
+        weight=zeros(*weight.shape) if needs.weight else None,
+        bias=zeros(weight.shape[0]) if needs.bias else None,
+        sums=zeros(bins).double() if slopes else None,
+        moments=zeros(bins).double() if slopes else None,
+    )
+
+
+@dataclass
+class Chunk:
+    """Some whole tokens with all their rows."""
+
+    rows: Tensor
+    """[tokens * K, D]"""
+    targets: Tensor
+    """[tokens * K]"""
+    log_prior: Tensor
+    """[tokens, K]"""
+    weight: Tensor | None
+    """[tokens]; None is 1 for every token."""
+    late: bool
+    """The tokens' factors come with the backward pass: until then every row counts 1."""
+
+    def upstream(self, tokens: slice, row_nll: Tensor) -> Tensor:
+        """g of each row of some tokens: the token's weight times the row's posterior share."""
+        if self.late:
+            return torch.ones_like(row_nll)
+        prior = self.log_prior[tokens]
+        _, share = posterior(prior, row_nll.view(prior.shape))
+        return (share if self.weight is None else share * self.weight[tokens, None]).flatten()
+
+    def entry(self, statistics: Statistics) -> Tensor:
+        """What stands at the target: with late factors nothing, `add_own` brings it."""
+        return torch.zeros_like(statistics.others) if self.late else statistics.deficit
+
+
+def score_and_keep(
+    vocabulary: Vocabulary, chunk: Chunk, gradients: Gradients, mode: Mode | None, *, wanted: bool
+) -> Statistics:
+    """One product; leaves Q (up to `lacking`) in the buffer where `wanted`. Needs all V scores in it."""
+    scores = vocabulary.score(chunk.rows, 0, vocabulary.V)
+    parts = []
+    for tile in vocabulary.tiles(scores.shape[0]):
+        tokens = slice(tile.start // vocabulary.K, tile.stop // vocabulary.K)
+        bent = vocabulary.bend(scores[tile], 0, vocabulary.V, gradient=wanted)
+        y = chunk.targets[tile, None]
+        maximum = bent.value.amax(1)
+        target = bent.value.gather(1, y)[:, 0]
+        bent.value.sub_(maximum[:, None]).exp_()
+        own = bent.value.gather(1, y)
+        others = bent.value.scatter_(1, y, 0.0).sum(1)
+        statistics = Statistics(maximum, others, target)
+        if mode is not None:
+            share = chunk.log_prior[tokens].exp() / statistics.total.view(-1, vocabulary.K)
+            mode.add(tokens, bent.value.scatter_(1, y, own), share, 0)
+        if wanted:
+            bent.value.scatter_(1, y, chunk.entry(statistics)[:, None])
+            upstream = chunk.upstream(tokens, statistics.nll)
+            finish_tile(
+                vocabulary, scores[tile], bent, statistics.total, upstream, gradients, 0, vocabulary.V
+            )
+        parts.append(statistics)
+    return Statistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def mixture_forward(
+    rows: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    pointwise: Pointwise,
+    *,
+    ignore_index: int | None,
+    needs: Needs,
+    late: bool,
+    stats: bool,
+    workspace: int,
+) -> MixtureForward:
+    """rows [N, K, D], log_prior [N, K], targets [N]; products run in the dtype of rows.
+
+    `late`: the upstream gradient of each token is not known yet. Then only what is linear in it row by row
+    can be made now, which is Q W where all else is frozen; `rows_backward` makes the rest.
+    """
+    N, K, D = rows.shape
+    wide = compute_dtype(rows.dtype)
+    vocabulary = vocabulary_for(rows, K, weight, bias, pointwise, workspace)
+    if late and not needs.rows_alone:
+        needs = Needs()
+    out = MixtureForward(
+        nll=rows.new_zeros(N, dtype=wide),
+        statistics=Statistics(*(rows.new_zeros(N, K, dtype=wide) for _ in range(3))) if late else None,
+        argmax=rows.new_full((N if stats else 0,), -1, dtype=torch.int64),
+        entropy=rows.new_zeros(N if stats else 0, dtype=wide),
+        d_rows=rows.new_zeros(rows.shape) if needs.rows else None,
+        d_prior=rows.new_zeros(N, K, dtype=wide) if needs.prior and not late else None,
+        gradients=empty_gradients(needs, weight, pointwise, wide),
+    )
+    for index in chunks(targets, ignore_index, vocabulary.plan.tokens):
+        chunk = Chunk(
+            rows=rows[index].reshape(-1, D),
+            targets=targets[index].repeat_interleave(K),
+            log_prior=log_prior[index].to(wide),
+            weight=None if token_weight is None else token_weight[index].to(wide),
+            late=late,
+        )
+        shape = chunk.log_prior.shape
+        mode = Mode(shape[0], chunk.log_prior) if stats else None
+        d_chunk = vocabulary.gradient_of_rows(chunk.rows) if needs.rows else None
+        if vocabulary.kept:
+            statistics = score_and_keep(vocabulary, chunk, out.gradients, mode, wanted=needs.products)
+        else:
+            statistics = statistics_of(vocabulary, chunk.rows, chunk.targets)
+        row_nll = statistics.nll
+        upstream = chunk.upstream(slice(None), row_nll)
+        factor = upstream * vocabulary.lacking(statistics.total)
+        if not vocabulary.kept and (needs.products or stats):
+            share = chunk.log_prior.exp() / statistics.total.view(shape)
+            recompute_gradient(
+                vocabulary, chunk.rows, chunk.targets, statistics, upstream, out.gradients,
+                entry=chunk.entry(statistics), d_rows=d_chunk, mode=mode, share=share,
+            )  # fmt: skip
+        elif needs.products:
+            scores = vocabulary.kept_scores(chunk.rows.shape[0])
+            add_products(vocabulary, scores, chunk.rows, factor, 0, vocabulary.V, out.gradients, d_chunk)
+        out.nll[index] = posterior(chunk.log_prior, row_nll.view(shape))[0]
+        if out.statistics is not None:
+            for whole, part in zip(out.statistics, statistics, strict=True):
+                whole[index] = part.view(shape)
+        if mode is not None:
+            out.argmax[index], out.entropy[index] = mode.argmax, mode.entropy
+        if out.d_prior is not None:
+            out.d_prior[index] = -upstream.view(shape)
+        if out.d_rows is not None and d_chunk is not None:
+            out.d_rows[index] = d_chunk.mul_(factor[:, None]).view(*shape, D).to(rows.dtype)
+    return out
+
+
+def rows_backward(
+    rows: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    pointwise: Pointwise,
+    statistics: Statistics,
+    upstream: Tensor,
+    at_target: Tensor,
+    *,
+    ready: Tensor | None,
+    ignore_index: int | None,
+    needs: Needs,
+    workspace: int,
+) -> tuple[Tensor | None, Gradients]:
+    """Gradients of rows [R, D] against targets [R]: upstream [R] is that of lse outside the target, at_target
+    [R] that of the target's f(z_y).
+
+    ready [R, D] is Q W where the forward pass made it; then no product is left to do.
+    """
+    wide = compute_dtype(rows.dtype)
+    vocabulary = vocabulary_for(rows, 1, weight, bias, pointwise, workspace)
+    gradients = empty_gradients(needs, weight, pointwise, wide)
+    d_rows = rows.new_zeros(rows.shape) if needs.rows else None
+    for index in chunks(targets, ignore_index, vocabulary.plan.tokens):
+        chunk, y = rows[index], targets[index]
+        part = Statistics(*(column[index] for column in statistics))
+        d_chunk = vocabulary.gradient_of_rows(chunk) if needs.rows else None
+        if d_chunk is not None and ready is not None:
+            torch.mul(ready[index], upstream[index, None], out=d_chunk)
+        else:
+            recompute_gradient(
+                vocabulary, chunk, y, part, upstream[index], gradients,
+                entry=torch.zeros_like(part.others), d_rows=d_chunk,
+            )  # fmt: skip
+            if d_chunk is not None:
+                d_chunk.mul_((upstream[index] * vocabulary.lacking(part.total))[:, None])
+        add_own(vocabulary, chunk, y, at_target[index], gradients, d_chunk)
+        if d_rows is not None and d_chunk is not None:
+            d_rows[index] = d_chunk.to(rows.dtype)
+    return d_rows, gradients
+
+
+def add_own(
+    vocabulary: Vocabulary,
+    rows: Tensor,
+    targets: Tensor,
+    upstream: Tensor,
+    gradients: Gradients,
+    d_rows: Tensor | None,
+) -> None:
+    """The target's part of the gradient, for upstream [rows] in f(z_y).
+
+    Row y of W goes to the row's gradient, the row goes to row y of W's.
+    """
+    own = vocabulary.weight[targets]
+    bent = vocabulary.bend_targets(rows, own, targets)
+    step = upstream if bent.slope is None else upstream * bent.slope[:, 0]
+    add_slope_gradient(gradients, bent, upstream.to(torch.float64, copy=True)[:, None])
+    if d_rows is not None:
+        d_rows.add_(own * step[:, None])
+    del own
+    if gradients.weight is not None:
+        gradients.weight.index_add_(0, targets, rows * step[:, None])
+    if gradients.bias is not None:
+        gradients.bias.index_add_(0, targets, step)

@@ -1,0 +1,323 @@
+"""The public operations: check the arguments, choose an implementation.
+
+    impl="auto"        the fastest path that serves the device: today the chunked one everywhere
+    impl="chunked"     bounded workspace, gradient in the forward pass
+    impl="reference"   the definition, materialised; differentiable any number of times
+
+All return fp32 (fp64 for fp64 inputs). Under autocast the products run in autocast's dtype, the rest as ever.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from fullrank.errors import FullrankError
+from fullrank.ops import autograd, reference
+from fullrank.ops.plan import default_workspace
+from fullrank.ops.pointwise import IDENTITY, Pointwise
+from fullrank.ops.tiles import Needs
+
+IMPLEMENTATIONS = ("auto", "chunked", "reference")
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class TokenStats(NamedTuple):
+    """What a pass knows of every token besides the loss; none of it carries gradients."""
+
+    nll: Tensor
+    """[N] nats, before token weights; 0 where ignored."""
+    argmax: Tensor
+    """[N] the most probable vocabulary entry of the mixture; -1 where ignored."""
+    entropy: Tensor
+    """[N] nats, of the mixture; 0 where ignored."""
+
+
+def linear_logprob(
+    rows: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    pointwise: Pointwise = IDENTITY,
+    workspace: int | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Target score f(z_y) and normaliser logsumexp_v f(z_v) of every row, both differentiable.
+
+    rows [R, D], weight [V, D], targets [R], bias [V] -> ([R], [R]). Four products for forward and backward,
+    two with everything but the rows frozen. `workspace` bounds the extra memory in bytes.
+    """
+    if rows.ndim != 2:
+        raise FullrankError(f"rows have shape {_shape(rows)}, expected [R, D]: flatten what leads the width")
+    _check_shapes(rows, weight, targets, bias)
+    product = _product_dtype(rows, weight)
+    rows = rows.to(product)
+    if _choose(impl) == "reference":
+        autograd.check_targets(targets, weight.shape[0], None)
+        return reference.linear_logprob(rows, weight.to(product), targets, bias=bias, pointwise=pointwise)
+    target, lse, *_ = autograd.rows_statistics(
+        rows, weight, targets.long(), bias, pointwise.trained, pointwise.kind, pointwise.constant, None,
+        _needs(rows, None, weight, bias, pointwise), _workspace(workspace, rows.device),
+    )  # fmt: skip
+    return target, lse
+
+
+@overload
+def mixture_nll(
+    rows: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    pointwise: Pointwise = ...,
+    reduction: str = ...,
+    token_weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    return_stats: Literal[False] = ...,
+    workspace: int | None = ...,
+    impl: str = ...,
+) -> Tensor: ...
+@overload
+def mixture_nll(
+    rows: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    pointwise: Pointwise = ...,
+    reduction: str = ...,
+    token_weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    return_stats: Literal[True],
+    workspace: int | None = ...,
+    impl: str = ...,
+) -> tuple[Tensor, TokenStats]: ...
+def mixture_nll(
+    rows: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    pointwise: Pointwise = IDENTITY,
+    reduction: str = "mean",
+    token_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    return_stats: bool = False,
+    workspace: int | None = None,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, TokenStats]:
+    """Negative log-likelihood of a mixture of K softmaxes (or of what `pointwise` makes of them), in nats.
+
+    rows [N, K, D], log_prior [N, K] (normalised over K; -inf switches a component off), weight [V, D],
+    targets [N], bias [V] (-inf masks a vocabulary entry), token_weight [N].
+
+    reduction="mean" divides by the summed weights of the counted tokens and "sum" does not: three products
+    for forward and backward, two with W frozen, one without gradients. "none" returns [N], weights applied,
+    for four (two with W frozen). Tokens whose target is `ignore_index` count nothing, whatever their rows
+    hold; if none is left, or the weights sum to 0, a mean is 0 with gradient 0. Signed weights call for
+    "sum".
+
+    return_stats=True returns (loss, TokenStats) from the same pass (with "none" and gradients: from one
+    product more). `workspace` bounds the memory beyond inputs and gradients, in bytes; 256 MiB on a CPU by
+    default.
+    """
+    _check_mixture(rows, log_prior, weight, targets, bias)
+    if reduction not in REDUCTIONS:
+        raise FullrankError(f"reduction={reduction!r} is unknown: expected one of {', '.join(REDUCTIONS)}")
+    if token_weight is not None:
+        if token_weight.shape != targets.shape:
+            raise FullrankError(
+                f"token_weight has shape {_shape(token_weight)}, expected [N] = {_shape(targets)} as targets"
+            )
+        if token_weight.requires_grad and torch.is_grad_enabled():
+            raise FullrankError(
+                "token_weight requires a gradient, which the fused loss does not give: "
+                "pass token_weight.detach(), or weigh the result of reduction='none'"
+            )
+    product = _product_dtype(rows, weight)
+    rows = rows.to(product)
+    chosen = _choose(impl)
+    needs = _needs(rows, log_prior, weight, bias, pointwise)
+    bytes_ = _workspace(workspace, rows.device)
+    function = (pointwise.trained, pointwise.kind, pointwise.constant)
+
+    def evaluate(mean: bool, stats: bool, needs: Needs) -> tuple[Tensor, TokenStats]:
+        loss, *stat, _, _, _, _, _, _ = autograd.mixture(
+            rows, log_prior, weight, targets.long(), bias, token_weight, *function, mean, ignore_index,
+            stats, needs, bytes_,
+        )  # fmt: skip
+        return loss, TokenStats(*stat)
+
+    if chosen == "reference":
+        autograd.check_targets(targets, weight.shape[0], ignore_index)
+        loss = reference.mixture_nll(
+            rows, log_prior, weight.to(product), targets, bias=bias, pointwise=pointwise,
+            reduction=reduction, token_weight=token_weight, ignore_index=ignore_index,
+        )  # fmt: skip
+    elif reduction != "none" or not any(needs):
+        loss, stats = evaluate(reduction == "mean", return_stats, needs)
+        if reduction == "none":
+            loss = stats.nll
+            if token_weight is not None:
+                loss = torch.where(targets != ignore_index, loss * token_weight.to(loss.dtype), 0.0)
+        return (loss, stats) if return_stats else loss
+    else:
+        _, _, row_nll, *_ = autograd.rows_statistics(
+            rows.flatten(0, 1), weight, targets.long().repeat_interleave(rows.shape[1]), bias, *function,
+            ignore_index, needs, bytes_,
+        )  # fmt: skip
+        joint = log_prior.to(row_nll.dtype) - row_nll.view(log_prior.shape)
+        counted = targets != ignore_index
+        # Neither an ignored token, whatever its prior holds, nor one that no component can emit may bring
+        # inf - inf to the gradient.
+        hopeless = torch.isneginf(joint).all(1)
+        joint = torch.where((counted & ~hopeless)[:, None], joint, 0.0)
+        loss = torch.where(hopeless, torch.inf, -torch.logsumexp(joint, dim=1))
+        if token_weight is not None:
+            loss = loss * token_weight.to(loss.dtype)
+        loss = torch.where(counted, loss, 0.0)
+    if not return_stats:
+        return loss
+    with torch.no_grad():
+        return loss, evaluate(False, True, Needs())[1]
+
+
+def mixture_log_probs(
+    rows: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    pointwise: Pointwise = IDENTITY,
+    workspace: int | None = None,
+) -> Tensor:
+    """Normalised log-probabilities [N, V] of the mixture: rows [N, K, D], log_prior [N, K].
+
+    With gradients this is the definition, N x K x V numbers. Without, it goes through the tokens in pieces
+    that fit the workspace beside the result; the smallest piece is one component of one token.
+    """
+    _check_mixture(rows, log_prior, weight, None, bias)
+    product = _product_dtype(rows, weight)
+    rows = rows.to(product)
+    weight = weight.to(product)
+    if any(_needs(rows, log_prior, weight, bias, pointwise)):
+        return reference.mixture_log_probs(rows, log_prior, weight, bias=bias, pointwise=pointwise)
+    (N, K, _), V = rows.shape, weight.shape[0]
+    out = rows.new_full((N, V), -torch.inf, dtype=reference.compute_dtype(product))
+    # The definition holds about eight copies of its scores at once.
+    fitting = max(1, _workspace(workspace, rows.device) // (8 * out.itemsize * V))
+    components = min(K, fitting)
+    step = fitting // components
+    for start in range(0, N, step):
+        tokens = slice(start, start + step)
+        for first in range(0, K, components):
+            some = (tokens, slice(first, first + components))
+            part = reference.mixture_log_probs(
+                rows[some], log_prior[some], weight, bias=bias, pointwise=pointwise
+            )
+            out[tokens] = torch.logaddexp(out[tokens], part)
+    return out
+
+
+def _choose(impl: str) -> str:
+    """The seam for further implementations: a kernel path joins the names and is chosen by device here."""
+    if impl not in IMPLEMENTATIONS:
+        raise FullrankError(f"impl={impl!r} is unknown: expected one of {', '.join(IMPLEMENTATIONS)}")
+    return "chunked" if impl == "auto" else impl
+
+
+def _workspace(workspace: int | None, device: torch.device) -> int:
+    return default_workspace(device) if workspace is None else workspace
+
+
+def _needs(
+    rows: Tensor, log_prior: Tensor | None, weight: Tensor, bias: Tensor | None, pointwise: Pointwise
+) -> Needs:
+    if not torch.is_grad_enabled():
+        return Needs()
+    tensors = (rows, log_prior, weight, bias, pointwise.trained)
+    return Needs(*(tensor is not None and tensor.requires_grad for tensor in tensors))
+
+
+def _product_dtype(rows: Tensor, weight: Tensor) -> torch.dtype:
+    kind = rows.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if autocast and rows.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    if rows.dtype != weight.dtype:
+        raise FullrankError(
+            f"rows are {rows.dtype} and weight is {weight.dtype}, expected one dtype: "
+            "cast one of them, or run under torch.autocast"
+        )
+    return rows.dtype
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _check_mixture(
+    rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None
+) -> None:
+    if rows.ndim != 3:
+        raise FullrankError(
+            f"rows have shape {_shape(rows)}, expected [N, K, D]: for one component pass rows[:, None, :]"
+        )
+    if rows.shape[1] == 0:
+        raise FullrankError(f"rows have shape {_shape(rows)}, expected [N, K, D] with K >= 1 components")
+    _check_shapes(rows, weight, targets, bias)
+    if log_prior.shape != rows.shape[:2]:
+        raise FullrankError(
+            f"log_prior has shape {_shape(log_prior)}, expected [N, K] = {list(rows.shape[:2])} as in rows"
+        )
+    _check_float("log_prior", log_prior)
+    _check_device(rows, log_prior=log_prior)
+
+
+def _check_shapes(rows: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None) -> None:
+    if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != rows.shape[-1]:
+        raise FullrankError(
+            f"weight has shape {_shape(weight)}, expected [V, D] with V >= 1 and D={rows.shape[-1]} as in "
+            f"rows {_shape(rows)}: transpose it or project the rows"
+        )
+    _check_float("rows", rows)
+    _check_float("weight", weight)
+    _check_device(rows, weight=weight)
+    if targets is not None:
+        if targets.shape != rows.shape[:1]:
+            raise FullrankError(
+                f"targets have shape {_shape(targets)}, expected {list(rows.shape[:1])} as in "
+                f"rows {_shape(rows)}: flatten both alike"
+            )
+        if targets.dtype not in (torch.int32, torch.int64):
+            raise FullrankError(f"targets are {targets.dtype}, expected int64 or int32 token ids")
+        _check_device(rows, targets=targets)
+    if bias is not None:
+        if bias.shape != weight.shape[:1]:
+            raise FullrankError(
+                f"bias has shape {_shape(bias)}, expected [V] = [{weight.shape[0]}] as weight"
+            )
+        _check_float("bias", bias)
+        _check_device(rows, bias=bias)
+
+
+def _check_float(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise FullrankError(f"{name} has dtype {tensor.dtype}, expected a floating-point one: use .float()")
+
+
+def _check_device(rows: Tensor, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device != rows.device:
+            raise FullrankError(
+                f"{name} is on {tensor.device} and rows are on {rows.device}: move one with .to(device)"
+            )
+
+
+__all__ = ["TokenStats", "linear_logprob", "mixture_log_probs", "mixture_nll"]

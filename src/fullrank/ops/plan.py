@@ -1,0 +1,105 @@
+"""How a pass over the scores is cut so that it stays inside a workspace of a given number of bytes.
+
+The scores of a chunk of whole tokens lie in one buffer that every chunk reuses. On a CPU two sizes matter:
+the products want hundreds of rows, the elementwise work wants tiles that stay in the cache. When the
+workspace cannot hold all V scores of enough rows, the vocabulary is cut into blocks as well and the gradient
+recomputes the scores of each block: one product more, but no bound on K or V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fullrank.errors import FullrankError
+
+MIB = 1 << 20
+DEFAULT_WORKSPACE = {"cpu": 256 * MIB}
+DEVICE_WORKSPACE = 1024 * MIB
+
+# Rows in a chunk beyond which the products gain nothing; below the least, re-reading W for every chunk costs
+# more than the extra product of cutting the vocabulary.
+MOST_ROWS = {"cpu": 512}
+DEVICE_MOST_ROWS = 8192
+LEAST_ROWS = 64
+
+# Bytes of scores in an elementwise tile: what a core's cache keeps on a CPU, what fills the chip elsewhere.
+TILE_BYTES = {"cpu": 2 * MIB}
+DEVICE_TILE_BYTES = 128 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of one pass. `block == V` means that a chunk's scores are kept between its two uses."""
+
+    tokens: int
+    """Tokens in a chunk; a chunk holds all K rows of each."""
+    block: int
+    """Vocabulary entries scored at a time."""
+    tile_tokens: int
+    """Tokens in an elementwise tile."""
+    slice_rows: int
+    """Rows of W's gradient that one low-precision product makes before it is added in fp32."""
+
+
+def default_workspace(device: torch.device) -> int:
+    return DEFAULT_WORKSPACE.get(device.type, DEVICE_WORKSPACE)
+
+
+def make_plan(
+    *,
+    N: int,
+    K: int,
+    D: int,
+    V: int,
+    product: torch.dtype,
+    device: torch.device,
+    tile_buffers: int,
+    workspace: int,
+) -> Plan:
+    """Cut N tokens of K rows of width D against V entries; raises where one token cannot fit.
+
+    tile_buffers is how many buffers of a tile's size in the wide dtype are alive at once, at worst.
+    """
+    wide = 8 if product == torch.float64 else 4
+    narrow = product.itemsize
+    # A row's share outside the scores: the row, its scaled copy, and its gradient in both precisions.
+    row_bytes = D * (2 * narrow + 2 * wide)
+    most_rows = MOST_ROWS.get(device.type, DEVICE_MOST_ROWS)
+    # Tiles take a quarter of the workspace at most. The tile that the cache wants grows to one whole token
+    # where that is still within the quarter.
+    best_tile = TILE_BYTES.get(device.type, DEVICE_TILE_BYTES)
+    tile_bytes = min(max(best_tile, K * V * wide), workspace // (4 * tile_buffers))
+    # The fp32 sum of a low-precision product needs that product once, slice by slice.
+    slice_bytes = max(workspace // 8, D * (narrow + wide)) if narrow < wide else 0
+    budget = workspace - tile_buffers * tile_bytes - slice_bytes
+    smallest = K * row_bytes + K * min(V, 128) * (narrow + tile_buffers * wide)
+    if smallest > budget:
+        need = -(-2 * (smallest + slice_bytes) // MIB)
+        raise FullrankError(
+            f"a workspace of {workspace} bytes cannot hold one token of {K} rows of width {D}: "
+            f"pass workspace={need * MIB} ({need} MiB) or more"
+        )
+    slice_rows = min(V, slice_bytes // (D * (narrow + wide))) if slice_bytes else V
+
+    def tokens_for(columns: int) -> int:
+        return budget // (K * (columns * narrow + row_bytes))
+
+    def plan_of(tokens: int, block: int) -> Plan:
+        tile_tokens = max(1, min(best_tile, tile_bytes) // (K * block * wide))
+        return Plan(tokens=tokens, block=block, tile_tokens=min(tokens, tile_tokens), slice_rows=slice_rows)
+
+    most_tokens = max(1, min(N, most_rows // K))
+    tokens = min(most_tokens, tokens_for(V))
+    if K * V * wide <= tile_bytes and tokens * K >= min(LEAST_ROWS, most_tokens * K):
+        return plan_of(tokens, V)
+    columns = (budget // (most_tokens * K) - row_bytes) // narrow
+    tokens = most_tokens
+    if columns < min(V, 1024):
+        tokens = max(1, tokens_for(min(V, 1024)))
+        columns = (budget // (tokens * K) - row_bytes) // narrow
+    # One token's tile must fit as well: K rows of a block.
+    columns = min(columns, max(tile_bytes // (K * wide), 1), V)
+    columns = columns // 64 * 64 if columns > 64 else max(columns, 1)
+    return plan_of(tokens, columns)
