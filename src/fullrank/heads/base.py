@@ -1,0 +1,259 @@
+"""The contract of a head: hidden states in, normalised log-probabilities or a loss out.
+
+    head(hidden)            [..., V] log-probabilities, fp32, normalised: log_softmax leaves them as they are
+    head(hidden, targets)   the loss in nats, without an N x V tensor
+
+`hidden` is [..., H], or for a head that reads several layers (`head.states` > 1) a sequence of as many
+tensors with the same leading shape, the last layer first. Call a head through forward only, so that sharded
+and adapted weights are in place.
+
+Nearly every head is a `RowHead`: it makes K rows of width D a token and a log prior over them, and the rest
+is `ops.mixture_nll` over one matrix, `head.decoder.weight` [V, D].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from fullrank.errors import FullrankError
+from fullrank.heads.record import MixtureRecord, describe_mixture
+from fullrank.ops import IDENTITY, Pointwise, TokenStats, mixture_log_probs, mixture_nll
+
+States = Tensor | Sequence[Tensor]
+
+# Log-probabilities that a decoding method may hold at once, in bytes.
+DECODING_BYTES = 256 << 20
+
+
+def require_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise FullrankError(f"{name}={size!r} is impossible: expected a whole number >= 1")
+
+
+class Head(nn.Module, ABC):
+    """A map from hidden states to a distribution over V tokens through one matrix W [V, D]."""
+
+    name: ClassVar[str]
+    needs_context: ClassVar[bool] = False
+    """Whether forward needs the ids that the states were computed from (a pointer does)."""
+
+    def __init__(self, *, hidden: int, vocab: int, width: int | None = None, bias: bool = False) -> None:
+        super().__init__()
+        width = hidden if width is None else width
+        require_positive(hidden=hidden, vocab=vocab, width=width)
+        self.hidden, self.vocab, self.width = hidden, vocab, width
+        self.state_widths: tuple[int, ...] = (hidden,)
+        """Width of each state that forward expects, the last layer first."""
+        self.decoder = nn.Linear(width, vocab, bias=bias)
+        nn.init.normal_(self.decoder.weight, std=0.02)
+        if bias:
+            nn.init.zeros_(self.decoder.bias)
+
+    @property
+    def states(self) -> int:
+        return len(self.state_widths)
+
+    def tie(self, embedding: nn.Embedding | nn.Parameter) -> None:
+        """Share W with an input embedding of the same shape."""
+        weight = embedding.weight if isinstance(embedding, nn.Embedding) else embedding
+        if weight.shape != self.decoder.weight.shape:
+            raise FullrankError(
+                f"an embedding of shape {list(weight.shape)} cannot be tied to W of shape "
+                f"{list(self.decoder.weight.shape)}: build the head with width={weight.shape[-1]} and "
+                f"vocab={weight.shape[0]}"
+            )
+        self.decoder.weight = cast(nn.Parameter, weight)
+
+    def forward(
+        self,
+        hidden: States,
+        targets: Tensor | None = None,
+        *,
+        context: Tensor | None = None,
+        reduction: str = "mean",
+        token_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        return_stats: bool = False,
+    ) -> Tensor | tuple[Tensor, TokenStats]:
+        """Log-probabilities [..., V] without targets; with targets [...] the loss, as `mixture_nll` has it.
+
+        `context` [...] are the input ids under the states, for a head with `needs_context`; others ignore it.
+        """
+        states = self._checked(hidden, targets, context)
+        if targets is None:
+            return self._log_probs(states, context)
+        if token_weight is not None and token_weight.shape != targets.shape:
+            # Before anything flattens it: [time, batch] weights would fit [batch, time] targets by number.
+            raise FullrankError(
+                f"token_weight has shape {list(token_weight.shape)}, expected that of targets, "
+                f"{list(targets.shape)}"
+            )
+        loss, stats = self._loss(
+            states, targets, context,
+            reduction=reduction, token_weight=token_weight, ignore_index=ignore_index, stats=return_stats,
+        )  # fmt: skip
+        if stats is None:
+            return loss
+        return loss, TokenStats(*(column.view(targets.shape) for column in stats))
+
+    @abstractmethod
+    def _log_probs(self, states: list[Tensor], context: Tensor | None) -> Tensor:
+        """Normalised log-probabilities [..., V]."""
+
+    @abstractmethod
+    def _loss(
+        self,
+        states: list[Tensor],
+        targets: Tensor,
+        context: Tensor | None,
+        *,
+        reduction: str,
+        token_weight: Tensor | None,
+        ignore_index: int,
+        stats: bool,
+    ) -> tuple[Tensor, TokenStats | None]:
+        """The loss and, if asked, flat per-token statistics."""
+
+    @torch.no_grad()
+    def sample(
+        self, hidden: States, *, context: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """One exact draw a token at temperature 1, [...]."""
+        states = self._checked(hidden, None, context)
+        log_probs = self._log_probs(states, context)
+        flat = torch.multinomial(log_probs.flatten(0, -2).exp(), 1, generator=generator)
+        return flat.view(log_probs.shape[:-1])
+
+    @torch.no_grad()
+    def top(self, hidden: States, m: int, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The m most probable tokens of the whole distribution: log-probabilities and ids, [..., m] each."""
+        states = self._checked(hidden, None, context)
+        self._check_top(m)
+        return torch.topk(self._log_probs(states, context), m, dim=-1)
+
+    def _check_top(self, m: int) -> None:
+        if not isinstance(m, int) or not 1 <= m <= self.vocab:
+            raise FullrankError(f"top got m={m!r}, expected a whole number with 1 <= m <= V={self.vocab}")
+
+    def _checked(self, hidden: States, targets: Tensor | None, context: Tensor | None) -> list[Tensor]:
+        states = [hidden] if isinstance(hidden, Tensor) else list(hidden)
+        if len(states) != self.states:
+            raise FullrankError(
+                f"{self.name} got {len(states)} hidden states, expected {self.states} with widths "
+                f"{list(self.state_widths)}, the last layer first"
+            )
+        for state, width in zip(states, self.state_widths, strict=True):
+            if state.ndim < 2 or state.shape[-1] != width or state.shape[:-1] != states[0].shape[:-1]:
+                raise FullrankError(
+                    f"{self.name} got hidden states of shapes {[list(item.shape) for item in states]}, "
+                    f"expected [..., width] with one leading shape and widths {list(self.state_widths)}"
+                )
+        shape = states[0].shape[:-1]
+        for label, ids in (("targets", targets), ("context", context)):
+            if ids is not None and ids.shape != shape:
+                raise FullrankError(
+                    f"{label} have shape {list(ids.shape)}, expected {list(shape)}, one a hidden state"
+                )
+        if self.needs_context and context is None:
+            raise FullrankError(
+                f"{self.name} points at earlier tokens: pass context=input_ids, {list(shape)}"
+            )
+        return states
+
+
+class RowHead(Head):
+    """A head that is rows, a prior and a pointwise function over one matrix."""
+
+    components: int = 1
+
+    @property
+    def pointwise(self) -> Pointwise:
+        return IDENTITY
+
+    @abstractmethod
+    def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Rows [..., K, D] and their log prior [..., K]; None is one component with all the weight."""
+
+    def _flat_rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        rows, log_prior = self.rows(states)
+        rows = rows.flatten(0, -3)
+        if log_prior is None:
+            return rows, rows.new_zeros(rows.shape[:2], dtype=torch.float32)
+        return rows, log_prior.flatten(0, -2)
+
+    def _log_probs(self, states: list[Tensor], context: Tensor | None) -> Tensor:
+        rows, log_prior = self._flat_rows(states)
+        decoder = self.decoder
+        flat = mixture_log_probs(rows, log_prior, decoder.weight, bias=decoder.bias, pointwise=self.pointwise)
+        return flat.view(*states[0].shape[:-1], self.vocab)
+
+    def _loss(
+        self,
+        states: list[Tensor],
+        targets: Tensor,
+        context: Tensor | None,
+        *,
+        reduction: str,
+        token_weight: Tensor | None,
+        ignore_index: int,
+        stats: bool,
+    ) -> tuple[Tensor, TokenStats | None]:
+        rows, log_prior = self._flat_rows(states)
+        decoder = self.decoder
+        result = mixture_nll(
+            rows, log_prior, decoder.weight, targets.flatten(), bias=decoder.bias, pointwise=self.pointwise,
+            reduction=reduction, token_weight=None if token_weight is None else token_weight.flatten(),
+            ignore_index=ignore_index, return_stats=stats,
+        )  # type: ignore[call-overload]  # fmt: skip
+        loss, token_stats = result if stats else (result, None)
+        return loss.view(targets.shape) if reduction == "none" else loss, token_stats
+
+    @torch.no_grad()
+    def sample(
+        self, hidden: States, *, context: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """One exact draw a token at temperature 1: a component from the prior, then a token from it alone."""
+        states = self._checked(hidden, None, context)
+        rows, log_prior = self._flat_rows(states)
+        which = torch.multinomial(log_prior.exp(), 1, generator=generator)
+        chosen = rows.gather(1, which[:, :, None].expand(-1, -1, self.width))
+        drawn = []
+        for piece in chosen.split(max(1, DECODING_BYTES // (4 * self.vocab))):
+            none = piece.new_zeros(piece.shape[:2], dtype=torch.float32)
+            log_probs = mixture_log_probs(
+                piece, none, self.decoder.weight, bias=self.decoder.bias, pointwise=self.pointwise
+            )
+            drawn.append(torch.multinomial(log_probs.exp(), 1, generator=generator))
+        return torch.cat(drawn).view(states[0].shape[:-1])
+
+    @torch.no_grad()
+    def top(self, hidden: States, m: int, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The m most probable tokens of the mixture: log-probabilities and ids, [..., m] each."""
+        states = self._checked(hidden, None, context)
+        self._check_top(m)
+        rows, log_prior = self._flat_rows(states)
+        size = max(1, DECODING_BYTES // (4 * self.vocab))
+        values, ids = [], []
+        for piece, prior in zip(rows.split(size), log_prior.split(size), strict=True):
+            log_probs = mixture_log_probs(
+                piece, prior, self.decoder.weight, bias=self.decoder.bias, pointwise=self.pointwise
+            )
+            best = torch.topk(log_probs, m, dim=-1)
+            values.append(best.values)
+            ids.append(best.indices)
+        shape = (*states[0].shape[:-1], m)
+        return torch.cat(values).view(shape), torch.cat(ids).view(shape)
+
+    @torch.no_grad()
+    def describe(self, hidden: States) -> MixtureRecord:
+        """How the mixture uses its components on these states."""
+        rows, log_prior = self._flat_rows(self._checked(hidden, None, None))
+        return describe_mixture(
+            rows, log_prior, self.decoder.weight, bias=self.decoder.bias, pointwise=self.pointwise
+        )

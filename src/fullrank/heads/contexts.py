@@ -1,0 +1,116 @@
+"""K context vectors and their prior from hidden states: what every mixture is built from.
+
+Published (Yang et al. 2018, 1711.03953):
+
+    context_k = tanh(L_k h + l_k),       prior = softmax(G h)
+
+Ours, the default:
+
+    context_k = P h + L_k h + l_k,       L_k = 0 and l_k = 0 at the start,  G random
+
+so that all components start equal, the mixture starts as the plain head with rows P h, and the unequal gates
+G alone make the components' gradients differ. The published form stalls under AdamW; this one does not. P is
+the identity where the widths allow it, so a trained plain head can be taken over as it is.
+
+`sources` lists (width of the hidden state, number of contexts made from it), the last layer first; P and G
+read the last layer. `private` limits what the components own to the last `private` entries of the row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fullrank.errors import FullrankError
+from fullrank.ops.reference import compute_dtype
+
+
+class LockedDropout(nn.Module):
+    """Dropout of context vectors [..., K, D] whose mask stays over a sequence.
+
+    With states [batch, time, H] one mask serves all times of a sequence; otherwise every token has its own.
+    `shared` uses one mask for all K components, as DOC does; else each has its own, as MoS does.
+    """
+
+    def __init__(self, probability: float, *, shared: bool) -> None:
+        super().__init__()
+        if not 0.0 <= probability < 1.0:
+            raise FullrankError(f"dropout={probability} is impossible: expected 0 <= dropout < 1")
+        self.probability, self.shared = probability, shared
+
+    def forward(self, contexts: Tensor) -> Tensor:
+        if not self.training or self.probability == 0.0:
+            return contexts
+        *leading, K, D = contexts.shape
+        if len(leading) == 2:
+            leading[1] = 1
+        keep = 1.0 - self.probability
+        mask = contexts.new_empty(*leading, 1 if self.shared else K, D).bernoulli_(keep).div_(keep)
+        return contexts * mask
+
+
+class Contexts(nn.Module):
+    """hidden states -> contexts [..., K, D] and log prior [..., K]."""
+
+    def __init__(
+        self,
+        *,
+        sources: tuple[tuple[int, int], ...],
+        width: int,
+        as_published: bool,
+        private: int | None = None,
+        dropout: float = 0.0,
+        shared_dropout: bool = False,
+    ) -> None:
+        super().__init__()
+        hidden = sources[0][0]
+        self.width, self.as_published = width, as_published
+        self.private = width if private is None else private
+        self.components = sum(count for _, count in sources)
+        self.counts = tuple(count for _, count in sources)
+        # The part of a row that all components share: in our form the whole row as the plain head has it.
+        # It is drawn first, as the plain head draws it, so that one seed gives both the same start.
+        shared = width - self.private if as_published else width
+        self.shared: nn.Module | None = None
+        if shared:
+            square = hidden == width and not as_published
+            self.shared = nn.Identity() if square else nn.Linear(hidden, shared, bias=False)
+        self.gate = nn.Linear(hidden, self.components, bias=False)
+        self.differences = nn.ModuleList(
+            nn.Linear(source, count * self.private) if count else nn.Identity() for source, count in sources
+        )
+        if not as_published:
+            # Gate logits of about unit size on states of unit size: unequal from the first step on.
+            nn.init.normal_(self.gate.weight, std=hidden**-0.5)
+            for difference in self.differences:
+                if isinstance(difference, nn.Linear):
+                    nn.init.zeros_(difference.weight)
+                    nn.init.zeros_(difference.bias)
+        self.dropout = LockedDropout(dropout, shared=shared_dropout)
+
+    def forward(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        leading = states[0].shape[:-1]
+        owned = torch.cat(
+            [
+                difference(state).view(*leading, count, self.private)
+                for state, difference, count in zip(states, self.differences, self.counts, strict=True)
+                if count
+            ],
+            dim=-2,
+        )
+        if self.as_published:
+            contexts = torch.tanh(owned)
+            if self.shared is not None:
+                common = torch.tanh(self.shared(states[0]))[..., None, :]
+                contexts = torch.cat([common.expand(*leading, self.components, -1), contexts], dim=-1)
+        else:
+            assert self.shared is not None
+            start = self.shared(states[0])[..., None, :]
+            if self.private < self.width:
+                kept, rest = start.split([self.width - self.private, self.private], dim=-1)
+                contexts = torch.cat([kept.expand(*leading, self.components, -1), rest + owned], dim=-1)
+            else:
+                contexts = start + owned
+        logits = self.gate(states[0])
+        log_prior = torch.log_softmax(logits.to(compute_dtype(logits.dtype)), dim=-1)
+        return self.dropout(contexts), log_prior

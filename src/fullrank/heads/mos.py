@@ -1,0 +1,62 @@
+"""Mixtures over one matrix: p = sum_k prior_k softmax(W context_k + b), Yang et al. 2018 (1711.03953).
+
+    mos     mixture of softmaxes: rank not bounded by any multiple of D
+    moss    the same with sigsoftmax components, Kanai et al. 2018 (1805.10829)
+    moc     mixture of contexts: one softmax of the prior-weighted mean context; rank still bounded by D
+
+`contexts.py` gives the two parametrisations. Parameters beyond softmax's matrix: K H D + K D + K H as
+published; by default also the shared projection H D, none where H = D.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fullrank.heads.base import RowHead, require_positive
+from fullrank.heads.contexts import Contexts
+from fullrank.ops import SIGSOFTMAX, Pointwise
+
+
+class MixtureOfSoftmaxes(RowHead):
+    name: ClassVar[str] = "mos"
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        vocab: int,
+        components: int = 4,
+        width: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        as_published: bool = False,
+    ) -> None:
+        super().__init__(hidden=hidden, vocab=vocab, width=width, bias=bias)
+        require_positive(components=components)
+        self.components = components
+        self.contexts = Contexts(
+            sources=((hidden, components),), width=self.width, as_published=as_published, dropout=dropout
+        )
+
+    def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        return self.contexts(states)
+
+
+class MixtureOfSigsoftmaxes(MixtureOfSoftmaxes):
+    name: ClassVar[str] = "moss"
+
+    @property
+    def pointwise(self) -> Pointwise:
+        return SIGSOFTMAX
+
+
+class MixtureOfContexts(MixtureOfSoftmaxes):
+    name: ClassVar[str] = "moc"
+
+    def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        contexts, log_prior = self.contexts(states)
+        prior = log_prior.exp().to(contexts.dtype)
+        return torch.sum(prior[..., None] * contexts, dim=-2, keepdim=True), None

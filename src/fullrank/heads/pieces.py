@@ -1,0 +1,135 @@
+"""Losses in pieces of tokens, for heads whose scores the fused primitive cannot make.
+
+A head here gives a function of a slice of its tokens. In a loss each piece runs under checkpoint: its V-wide
+scores live while it runs, forward and once more backward, and what stays is a few numbers a token. The
+gradient is autograd's own, exact; the price over the fused primitive is one more product, and W's gradient
+added up piece by piece, which `widened` keeps in fp32.
+
+`CountedTokens` holds what `ops.mixture_nll` says of targets, weights and reductions, for a loss made
+elsewhere: ignored tokens are left out before any product, and a mean over nothing is 0 with gradient 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fullrank.errors import FullrankError
+from fullrank.ops import TokenStats
+from fullrank.ops.autograd import check_targets
+from fullrank.ops.dispatch import REDUCTIONS
+from fullrank.ops.plan import default_workspace
+from fullrank.ops.reference import compute_dtype
+
+Scorer = Callable[[slice], Tensor]
+
+# Beyond this many rows the products gain nothing.
+MOST_TOKENS = 1024
+
+
+def piece_tokens(device: torch.device, columns: int) -> int:
+    """Tokens in a piece whose every token needs `columns` numbers of four bytes at the worst moment."""
+    return max(1, min(MOST_TOKENS, default_workspace(device) // (4 * columns)))
+
+
+def cut(tokens: int, size: int) -> list[slice]:
+    """Slices of at most `size` tokens; of no tokens one empty slice, so that a loss stays in the graph."""
+    return [slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]
+
+
+def widened(parameter: Tensor) -> Tensor:
+    """The parameter in fp32 or wider: pieces cast it down, and here their gradients add up unrounded."""
+    return parameter.to(compute_dtype(parameter.dtype))
+
+
+def checkpointed(score: Scorer, pieces: Sequence[slice]) -> Tensor:
+    """What `score` makes of all pieces, joined; nothing inside a piece outlives it."""
+    if not torch.is_grad_enabled():
+        return torch.cat([score(piece) for piece in pieces])
+    return torch.cat(
+        [checkpoint(score, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    )
+
+
+def joined(log_probs: Scorer, pieces: Sequence[slice]) -> Tensor:
+    """Log-probabilities [N, V] of all pieces; without gradients they are written into one tensor."""
+    first = log_probs(pieces[0])
+    if len(pieces) == 1:
+        return first
+    if torch.is_grad_enabled():
+        return torch.cat([first, *(log_probs(piece) for piece in pieces[1:])])
+    out = first.new_empty(pieces[-1].stop, first.shape[1])
+    out[pieces[0]] = first
+    for piece in pieces[1:]:
+        out[piece] = log_probs(piece)
+    return out
+
+
+class CountedTokens:
+    """The tokens of a loss that count, in order: `index` [n] into the flat tokens, `targets` [n]."""
+
+    def __init__(
+        self,
+        targets: Tensor,
+        *,
+        vocab: int,
+        reduction: str,
+        token_weight: Tensor | None,
+        ignore_index: int,
+    ) -> None:
+        if reduction not in REDUCTIONS:
+            raise FullrankError(
+                f"reduction={reduction!r} is unknown: expected one of {', '.join(REDUCTIONS)}"
+            )
+        if targets.dtype not in (torch.int32, torch.int64):
+            raise FullrankError(f"targets are {targets.dtype}, expected int64 or int32 token ids")
+        if token_weight is not None:
+            if token_weight.numel() != targets.numel():
+                raise FullrankError(
+                    f"token_weight has shape {list(token_weight.shape)}, expected {list(targets.shape)} as "
+                    "targets"
+                )
+            if token_weight.requires_grad and torch.is_grad_enabled():
+                raise FullrankError(
+                    "token_weight requires a gradient, which a head's loss does not give: "
+                    "pass token_weight.detach(), or weigh the result of reduction='none'"
+                )
+        flat = targets.flatten().long()
+        check_targets(flat, vocab, ignore_index)
+        self.shape, self.reduction = targets.shape, reduction
+        self.index = (flat != ignore_index).nonzero()[:, 0]
+        self.targets = flat[self.index]
+        self.share = None if token_weight is None else token_weight.flatten()[self.index]
+
+    def __len__(self) -> int:
+        return self.index.shape[0]
+
+    def reduce(self, nll: Tensor) -> Tensor:
+        """The loss of nll [n]: a scalar, or for "none" one a token in the targets' shape."""
+        weighted = nll if self.share is None else nll * self.share.to(nll.dtype)
+        if self.reduction == "none":
+            every = nll.new_zeros(self.shape.numel())
+            return every.index_copy(0, self.index, weighted).view(self.shape)
+        total = weighted.sum()
+        if self.reduction == "sum":
+            return total
+        mass = nll.new_tensor(len(self)) if self.share is None else self.share.to(nll.dtype).sum()
+        return total * torch.where(mass == 0, 0.0, 1.0 / mass)
+
+    @torch.no_grad()
+    def statistics(self, log_probs: Scorer, pieces: Sequence[slice]) -> TokenStats:
+        """Flat statistics of all tokens from log-probabilities [n, V], which are held a piece at a time."""
+        tokens, device = self.shape.numel(), self.index.device
+        nll, entropy = torch.zeros(tokens, device=device), torch.zeros(tokens, device=device)
+        argmax = torch.full((tokens,), -1, device=device)
+        for piece in pieces:
+            found, where = log_probs(piece), self.index[piece]
+            # fp64 heads report in fp64.
+            nll, entropy = nll.to(found.dtype), entropy.to(found.dtype)
+            nll[where] = -found.gather(1, self.targets[piece, None])[:, 0]
+            argmax[where] = found.argmax(1)
+            entropy[where] = torch.special.entr(found.exp()).sum(1)
+        return TokenStats(nll, argmax, entropy)

@@ -1,0 +1,49 @@
+"""Shared-trunk mixture: p = sum_k prior_k softmax(W c_k + b) with c_k = [trunk (D - r) ; private_k (r)].
+
+The K rows of a token differ in their last r entries alone, so their scores share the trunk's product:
+z_k = W_trunk trunk + W_private private_k, (D - r + K r) / D of one softmax's product instead of K.
+Parameters beyond softmax's matrix, by default: K H r + K r + K H, + H D where H != D.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from fullrank.errors import FullrankError
+from fullrank.heads.base import RowHead, require_positive
+from fullrank.heads.contexts import Contexts
+
+
+class Trunk(RowHead):
+    name: ClassVar[str] = "trunk"
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        vocab: int,
+        components: int = 4,
+        private: int | None = None,
+        width: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        as_published: bool = False,
+    ) -> None:
+        super().__init__(hidden=hidden, vocab=vocab, width=width, bias=bias)
+        private = max(1, self.width // 4) if private is None else private
+        require_positive(components=components, private=private)
+        if private > self.width:
+            raise FullrankError(f"trunk got private={private}, expected at most the row's width={self.width}")
+        self.components, self.private = components, private
+        self.contexts = Contexts(
+            sources=((hidden, components),),
+            width=self.width,
+            private=private,
+            as_published=as_published,
+            dropout=dropout,
+        )
+
+    def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        return self.contexts(states)
