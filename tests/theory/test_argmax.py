@@ -1,0 +1,220 @@
+"""Planted tokens, brute-force hulls and exact ties: what `unargmaxable` says must be true and proved."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial import ConvexHull
+
+from fullrank.errors import FullrankError
+from fullrank.theory.argmax import ArgmaxReport, unargmaxable
+
+
+def check_proofs(weight: np.ndarray, bias: np.ndarray | None, report: ArgmaxReport) -> None:
+    """Recompute every witness and certificate from the report and the given numbers alone."""
+    assert report.witnesses is not None
+    height = np.zeros(len(weight)) if bias is None else bias
+    assert report.argmaxable + len(report.never) + len(report.undecided) == report.vocabulary == len(weight)
+    has_witness = ~torch.isnan(report.witnesses).any(dim=1).numpy()
+    assert has_witness.sum() == report.argmaxable
+    assert not has_witness[list(report.never + report.undecided)].any()
+    for token in np.flatnonzero(has_witness):
+        logits = weight @ report.witnesses[token].numpy() + height
+        assert (np.delete(logits, token) < logits[token]).all()
+    mean = np.unique(weight, axis=0).mean(axis=0)
+    for certificate in report.certificates:
+        rivals, weights = list(certificate.rivals), np.array(certificate.weights)
+        assert certificate.token not in rivals
+        assert (weights >= 0).all()
+        assert weights.sum() <= 1
+        if certificate.depth > 0 and (bias is None or len(np.unique(bias)) == len(bias)):
+            made = weights @ weight[rivals] + certificate.depth * mean
+            np.testing.assert_allclose(made, weight[certificate.token], atol=1e-9 * np.abs(weight).max())
+            raised = weights @ height[rivals] + certificate.depth * height.mean()
+            assert raised >= height[certificate.token] - 1e-9 * np.abs(height).max()
+
+
+def planted(seed: int, V: int, D: int, inside: int) -> np.ndarray:
+    """Rows on a sphere, all of them vertices, then `inside` rows that are deep mixtures of all of them."""
+    generator = np.random.default_rng(seed)
+    sphere = generator.normal(size=(V - inside, D))
+    sphere /= np.linalg.norm(sphere, axis=1, keepdims=True)
+    mixtures = generator.dirichlet(np.full(V - inside, 0.5), size=inside)
+    return np.concatenate([sphere, mixtures @ sphere])
+
+
+@pytest.mark.parametrize(("V", "D"), [(60, 2), (120, 3), (300, 8), (600, 24)])
+def test_finds_exactly_the_planted_tokens(V: int, D: int) -> None:
+    weight = planted(V, V, D, inside=20)
+    # A stretched, sheared and shifted copy has the same hull structure.
+    map_ = np.random.default_rng(1).normal(size=(D, D)) * np.logspace(0, 4, D)
+    for matrix in (weight, weight @ map_ + 100 * np.ones(D)):
+        report = unargmaxable(matrix, witnesses=True)
+        assert report.never == tuple(range(V - 20, V))
+        assert report.undecided == ()
+        check_proofs(matrix, None, report)
+
+
+def test_screen_and_programs_agree_with_planting_when_norms_vary() -> None:
+    generator = np.random.default_rng(0)
+    weight = generator.normal(size=(1500, 12)) * np.exp(0.4 * generator.normal(size=(1500, 1)))
+    weight[:100] = generator.dirichlet(np.ones(400), size=100) @ weight[-400:]
+    report = unargmaxable(torch.from_numpy(weight).float(), witnesses=True)
+    assert set(range(100)) <= set(report.never)
+    assert report.undecided == ()
+    # Both stages had work, and the programs found witnesses that the screen had not.
+    assert len(report.never) < report.after_screen == report.programs
+    check_proofs(weight.astype(np.float32).astype(np.float64), None, report)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), V=st.integers(6, 60), D=st.integers(2, 4))
+def test_matches_the_brute_force_hull(seed: int, V: int, D: int) -> None:
+    weight = np.random.default_rng(seed).normal(size=(V, D))
+    report = unargmaxable(weight, witnesses=True)
+    vertices = set(ConvexHull(weight).vertices.tolist())
+    assert set(range(V)) - vertices == set(report.never) | set(report.undecided)
+    assert report.undecided == ()
+    check_proofs(weight, None, report)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    V=st.integers(6, 60),
+    D=st.integers(1, 3),
+    scale=st.sampled_from([1e-4, 1.0, 1e4]),
+)
+def test_matches_the_brute_force_upper_hull_with_a_bias(seed: int, V: int, D: int, scale: float) -> None:
+    generator = np.random.default_rng(seed)
+    weight, bias = generator.normal(size=(V, D)), scale * generator.normal(size=V)
+    report = unargmaxable(weight, bias, witnesses=True)
+    # A point far below changes nothing above it and closes the hull; a vertex counts if it is on a facet
+    # that faces up, or is a vertex of the rows' own hull, which leads at infinity.
+    lifted = np.column_stack([weight, bias / scale])
+    hull = ConvexHull(lifted)
+    upper = set(hull.simplices[hull.equations[:, D] > 0].ravel().tolist())
+    assert upper == set(range(V)) - set(report.never)
+    assert report.undecided == ()
+    check_proofs(weight, bias, report)
+
+
+def test_a_bias_can_lift_a_token_or_sink_it() -> None:
+    weight = planted(3, 200, 5, inside=1)
+    inner = 199
+    lifted, sunk = np.zeros(200), np.zeros(200)
+    lifted[inner], sunk[0] = 2.0, -50.0
+    assert unargmaxable(weight).never == (inner,)
+    assert unargmaxable(weight, lifted).never == ()
+    # Token 0 is a vertex of the rows' hull: far enough out its row beats any finite bias.
+    # The inner token's certificate is made of rows with a bias of at least its own: all but token 0.
+    report = unargmaxable(weight, sunk, witnesses=True)
+    assert report.never == (inner,)
+    assert report.undecided == ()
+    check_proofs(weight, sunk, report)
+
+
+def test_a_bias_that_only_shifts_the_state_changes_nothing() -> None:
+    weight = planted(4, 150, 6, inside=10)
+    bias = weight @ np.arange(6) + 7.0
+    report = unargmaxable(weight, bias, witnesses=True)
+    assert report.rank == 6
+    assert report.never == tuple(range(140, 150))
+    check_proofs(weight, bias, report)
+
+
+def test_equal_rows_only_tie() -> None:
+    weight = planted(5, 50, 4, inside=0)
+    doubled = np.concatenate([weight, weight[[7, 7, 9]]])
+    report = unargmaxable(doubled, witnesses=True)
+    assert report.never == (7, 9, 50, 51, 52)
+    assert {c.residual for c in report.certificates} == {0.0}
+    check_proofs(doubled, None, report)
+    # A higher bias breaks the tie: 51 leads its equals, 9 and 52 still tie.
+    bias = np.zeros(53)
+    bias[51] = 0.25
+    report = unargmaxable(doubled, bias, witnesses=True)
+    assert report.never == (7, 9, 50, 52)
+    check_proofs(doubled, bias, report)
+
+
+def test_zero_and_negative_zero_rows_are_equal() -> None:
+    weight = np.concatenate([np.eye(3), -np.eye(3), np.zeros((2, 3))])
+    weight[-1] = -0.0
+    assert unargmaxable(weight).never == (6, 7)
+    # One zero row alone lies inside the octahedron.
+    report = unargmaxable(weight[:-1], witnesses=True)
+    assert report.never == (6,)
+    check_proofs(weight[:-1], None, report)
+
+
+def test_a_row_on_the_boundary_is_never_called_argmaxable_and_near_ones_are_undecided() -> None:
+    square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+    for offset, verdict in ((-1e-3, "never"), (0.0, "undecided"), (1e-12, "undecided"), (1e-3, "argmaxable")):
+        report = unargmaxable(np.concatenate([square, [[1.0 + offset, 0.1]]]))
+        found = "never" if 4 in report.never else "undecided" if 4 in report.undecided else "argmaxable"
+        assert found == verdict, offset
+        assert report.argmaxable >= 4
+
+
+def test_small_shapes() -> None:
+    assert unargmaxable(np.ones((1, 1))).argmaxable == 1
+    assert unargmaxable(np.ones((2, 3))).never == (0, 1)
+    assert unargmaxable(np.ones((2, 3)), np.array([0.0, 1.0]), witnesses=True).never == (0,)
+    # On a line only the two ends lead.
+    line = unargmaxable(torch.tensor([[0.0], [3.0], [1.0], [-2.0], [2.0]]), witnesses=True)
+    assert line.never == (0, 2, 4)
+    assert line.rank == 1
+    # No more rows than dimensions, affinely independent: every token leads, with or without a bias.
+    few = np.random.default_rng(0).normal(size=(5, 9))
+    assert unargmaxable(few).argmaxable == 5
+    report = unargmaxable(few, np.array([0.0, 5.0, -5.0, 1e3, 2.0]), witnesses=True)
+    assert report.argmaxable == 5
+    check_proofs(few, np.array([0.0, 5.0, -5.0, 1e3, 2.0]), report)
+
+
+def test_rows_in_a_subspace() -> None:
+    weight = planted(6, 100, 4, inside=10) @ np.random.default_rng(2).normal(size=(4, 30))
+    report = unargmaxable(weight, witnesses=True)
+    assert report.rank == 4
+    assert report.never == tuple(range(90, 100))
+    check_proofs(weight, None, report)
+
+
+def test_the_time_limit_leaves_tokens_undecided_and_progress_is_told() -> None:
+    weight = planted(7, 400, 8, inside=50)
+    report = unargmaxable(weight, time_limit=0.0)
+    assert report.argmaxable == 0
+    assert len(report.undecided) == report.after_screen == 400
+    told: list[tuple[str, int, int]] = []
+    unargmaxable(weight, progress=lambda *event: told.append(event))
+    assert told[0] == ("screen", 0, 400)
+    assert told[-1] == ("programs", 49, 50)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "words"),
+    [
+        (np.zeros((0, 4)), None, r"shape \(0, 4\).*expected \[V, D\]"),
+        (np.zeros(4), None, r"shape \(4,\).*expected \[V, D\]"),
+        (np.array([[1.0], [np.nan]]), None, "weight holds 1 values that are NaN"),
+        (np.ones((3, 2)), np.zeros(2), r"bias has shape \(2,\), expected \[3\]"),
+        (np.ones((2, 2)), np.array([0.0, -np.inf]), "bias holds 1 values"),
+    ],
+)
+def test_bad_input_is_named(weight: np.ndarray, bias: np.ndarray | None, words: str) -> None:
+    with pytest.raises(FullrankError, match=words):
+        unargmaxable(weight, bias)
+
+
+@pytest.mark.slow
+def test_fifty_thousand_tokens_are_all_decided() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(50_000, 64, generator=generator)
+    weight[:200] = 0.2 * weight[:200]
+    report = unargmaxable(weight)
+    assert report.undecided == ()
+    assert report.never == tuple(range(200))

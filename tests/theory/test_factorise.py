@@ -1,0 +1,162 @@
+"""factorise: exact where it can be, and a floor that training does not undercut where it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fullrank.errors import FullrankError
+from fullrank.theory import factorise
+
+
+def language(N: int, V: int, rank: int, scale: float = 3.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    H = torch.randn(N, rank, generator=generator, dtype=torch.float64)
+    W = torch.randn(V, rank, generator=generator, dtype=torch.float64)
+    return torch.log_softmax(scale * H @ W.T / rank**0.5, dim=1)
+
+
+def divergence(log_probs: Tensor, logits: Tensor, weight: Tensor | None = None) -> float:
+    """The definition, term by term."""
+    model = torch.log_softmax(logits, dim=1)
+    rows = torch.nn.functional.kl_div(model, log_probs.exp(), reduction="none").sum(dim=1)
+    return float(rows.mean() if weight is None else (weight / weight.sum()) @ rows)
+
+
+def adamw(log_probs: Tensor, width: int, *, seed: int, steps: int, rate: float) -> float:
+    """The loss that plain training of free context and token vectors arrives at."""
+    generator = torch.Generator().manual_seed(seed)
+    N, V = log_probs.shape
+    H = (0.3 * torch.randn(N, width, generator=generator, dtype=torch.float64)).requires_grad_()
+    W = (0.3 * torch.randn(V, width, generator=generator, dtype=torch.float64)).requires_grad_()
+    optimiser = torch.optim.AdamW([H, W], lr=rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss = -(log_probs.exp() * torch.log_softmax(H @ W.T, dim=1)).sum(dim=1).mean()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+    return divergence(log_probs, H.detach() @ W.detach().T)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**31), st.integers(1, 20), st.integers(2, 20), st.integers(1, 5), st.integers(0, 20))
+def test_a_sufficient_width_gives_the_distributions_back(
+    seed: int, N: int, V: int, rank: int, extra: int
+) -> None:
+    log_probs = language(N, V, rank, seed=seed)
+    found = factorise(log_probs + 5.0, rank + extra)
+    assert found.exact
+    assert found.H.shape == (N, rank + extra)
+    assert found.W.shape == (V, rank + extra)
+    assert found.H.dtype == found.W.dtype == torch.float64
+    torch.testing.assert_close(torch.log_softmax(found.H @ found.W.T, dim=1), log_probs, rtol=0, atol=1e-11)
+    assert 0 <= found.loss < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_to_the_precision_of_the_dtype(dtype: torch.dtype) -> None:
+    log_probs = language(60, 40, 4)
+    found = factorise(log_probs.to(dtype), 4)
+    assert found.exact
+    step = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}[dtype]
+    error = (torch.log_softmax(found.H @ found.W.T, dim=1) - log_probs).abs().max()
+    assert error < step * log_probs.abs().max()
+
+
+def test_the_loss_is_what_the_factors_give() -> None:
+    log_probs = language(50, 30, 8)
+    found = factorise(log_probs, 3, hops=2)
+    assert not found.exact
+    assert found.loss == pytest.approx(divergence(log_probs, found.H @ found.W.T), abs=1e-12)
+    assert found.loss <= min(found.descents) + 1e-12
+    # Two truncations, three random starts, two hops.
+    assert len(found.descents) == 7
+
+
+def test_context_weights_are_minded() -> None:
+    log_probs = language(40, 30, 8)
+    weight = torch.linspace(0.01, 1.0, 40).square()
+    even, weighted = factorise(log_probs, 3, hops=2), factorise(log_probs, 3, hops=2, context_weight=weight)
+    logits = weighted.H @ weighted.W.T
+    assert weighted.loss == pytest.approx(divergence(log_probs, logits, weight.double()), abs=1e-12)
+    assert weighted.loss < divergence(log_probs, even.H @ even.W.T, weight.double()) - 1e-3
+    assert even.loss < divergence(log_probs, logits) - 1e-3
+
+
+def test_repeating_a_context_is_the_same_as_weighting_it() -> None:
+    log_probs = language(20, 15, 5)
+    repeated = factorise(torch.cat([log_probs, log_probs[:5]]), 2)
+    weight = torch.ones(20)
+    weight[:5] = 2
+    assert repeated.loss == pytest.approx(factorise(log_probs, 2, context_weight=weight).loss, abs=1e-4)
+
+
+def test_the_result_is_a_stationary_point() -> None:
+    log_probs = language(40, 30, 8)
+    found = factorise(log_probs, 3, hops=2)
+    H, W = found.H.clone().requires_grad_(), found.W.clone().requires_grad_()
+    loss = -(log_probs.exp() * torch.log_softmax(H @ W.T, dim=1)).sum(dim=1).mean()
+    for gradient in torch.autograd.grad(loss, [H, W]):
+        assert gradient.norm() < 1e-5
+
+
+def test_the_same_seed_gives_the_same_factors() -> None:
+    log_probs = language(30, 20, 6)
+    first, second = (factorise(log_probs, 2, hops=1, seed=3) for _ in range(2))
+    assert torch.equal(first.H, second.H)
+    assert first.descents == second.descents
+
+
+def test_training_does_not_undercut_the_floor() -> None:
+    log_probs = language(64, 32, 12)
+    floor = factorise(log_probs, 4).loss
+    trained = [adamw(log_probs, 4, seed=seed, steps=1000, rate=0.1) for seed in range(2)]
+    assert floor <= min(trained) + 1e-4
+    # And it is near: training does arrive, so that the floor is a prediction and not only a bound.
+    assert min(trained) < floor + 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("N", "V", "rank", "width", "scale"),
+    [(256, 64, 16, 4, 3.0), (512, 256, 32, 8, 3.0), (256, 128, 24, 6, 6.0)],
+)
+def test_long_training_does_not_undercut_the_floor(
+    N: int, V: int, rank: int, width: int, scale: float
+) -> None:
+    log_probs = language(N, V, rank, scale)
+    floor = factorise(log_probs, width).loss
+    for seed, rate in ((10, 0.2), (11, 0.1), (12, 0.2)):
+        assert floor <= adamw(log_probs, width, seed=seed, steps=3000, rate=rate) + 1e-4
+
+
+def test_zero_probabilities_count_in_the_loss_and_are_never_exact() -> None:
+    log_probs = language(12, 8, 3)
+    log_probs[:, 5] = -torch.inf
+    log_probs[3, 1] = -torch.inf
+    log_probs = torch.log_softmax(log_probs, dim=1)
+    found = factorise(log_probs, 7, hops=0)
+    assert not found.exact
+    assert found.H.isfinite().all()
+    assert found.W.isfinite().all()
+    assert 0 <= found.loss < 1e-4
+    model = torch.softmax(found.H @ found.W.T, dim=1)
+    assert model[:, 5].max() < 1e-2
+
+
+def test_bad_input_is_named_with_a_remedy() -> None:
+    good = torch.zeros(3, 4)
+    with pytest.raises(FullrankError, match="without any possible token"):
+        factorise(torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf]]), 1)
+    with pytest.raises(FullrankError, match="NaN"):
+        factorise(torch.full((2, 2), torch.nan), 1)
+    with pytest.raises(FullrankError, match="width is 0"):
+        factorise(good, 0)
+    for weight in (torch.ones(4), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0, torch.nan, 1.0])):
+        with pytest.raises(FullrankError, match=r"context_weight has shape .*expected \[3\]"):
+            factorise(good, 1, context_weight=weight)
