@@ -1,0 +1,110 @@
+"""`fullrank demo`: the rank ladder on a synthetic language, as a table, results.json and report.html."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fullrank.results import Ladder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """See the bottleneck and its breaking on a synthetic language of known rank, in about two minutes."""
+
+    out: Path = Path("runs/demo")
+    """Directory for results.json and report.html."""
+    contexts: int = 256
+    """Contexts of the language."""
+    vocabulary: int = 128
+    """Tokens of the language."""
+    rank: int = 24
+    """Least rank of the language's log-probabilities: the width at which softmax becomes exact."""
+    width: int = 6
+    """The small width, at which softmax cannot express the language."""
+    components: int = 4
+    """Components of the mixtures."""
+    steps: int = 500
+    """Training steps of every head."""
+    seed: int = 0
+    """Seed of the language and of every head."""
+
+
+def demo(options: Demo) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from fullrank import report, results
+    from fullrank.studies import ladder
+
+    console = Console()
+    config = ladder.Config(
+        contexts=options.contexts,
+        vocabulary=options.vocabulary,
+        rank=options.rank,
+        width=options.width,
+        components=options.components,
+        steps=options.steps,
+        seed=options.seed,
+    )
+    results.check_writable(options.out)
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+        record = ladder.run(
+            config, lambda label, share: progress.update(task, description=label, completed=share)
+        )
+    made = results.provenance(seed=options.seed, device="cpu")
+    results.save(record, options.out / "results.json", made)
+    report.write(record, made, options.out / "report.html")
+    console.print(table(record))
+    for line in findings(record):
+        console.print(line, highlight=False)
+    for label, name in (("results", "results.json"), ("page", "report.html")):
+        console.print(f"{label:<8}{options.out / name}", highlight=False)
+
+
+def table(record: Ladder) -> Table:
+    from rich.table import Table
+
+    drawn = Table(
+        title=f"Rank ladder: {record.contexts} contexts, {record.vocabulary} tokens, least rank "
+        f"{record.least_rank}",
+        title_justify="left",
+    )
+    drawn.add_column("head")
+    for header in ("width", "K", "parameters", "least rank learnt", "KL to the truth", "softmax floor"):
+        drawn.add_column(header, justify="right")
+    previous = None
+    for rung in record.rungs:
+        if previous == "softmax" and rung.head != "softmax":
+            drawn.add_section()
+        previous = rung.head
+        drawn.add_row(
+            rung.head, str(rung.width), str(rung.components), f"{rung.parameters:,}", str(rung.least_rank),
+            f"{rung.kl:.4f}", f"{rung.floor:.4f}",
+        )  # fmt: skip
+    drawn.caption = (
+        "KL(truth || model), nats per token, mean over contexts. Floor: the lowest KL found for any softmax "
+        "of this width."
+    )
+    drawn.caption_justify = "left"
+    return drawn
+
+
+def findings(record: Ladder) -> list[str]:
+    """What the table shows, counted from it."""
+    small = [rung for rung in record.rungs if rung.width == record.small_width]
+    below = [rung.head for rung in small if rung.head != "softmax" and rung.kl < rung.floor]
+    softmax = next(rung for rung in small if rung.head == "softmax")
+    side = "above" if softmax.kl >= softmax.floor else "below"
+    return [
+        f"entropy of the language: {record.entropy:.4f} nats per token",
+        f"softmax at width {record.small_width} ends {side} its floor: {softmax.kl:.4f} against "
+        f"{softmax.floor:.4f} nats per token",
+        f"below that floor at the same width: {', '.join(below) or 'none'}",
+    ]

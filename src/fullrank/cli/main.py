@@ -1,0 +1,72 @@
+"""`fullrank`: choose a command, run it, and turn what goes wrong into one sentence and an exit code.
+
+Exit codes: 0 done, 1 our mistake, 2 the user's mistake (nothing was written), 130 interrupted. Commands
+import what is heavy when they run, so that `--help` and `--version` answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fullrank.cli.demo import Demo, demo
+from fullrank.cli.report import Report, report
+from fullrank.errors import FullrankError
+from fullrank.version import __version__
+
+COMMANDS: dict[type, Callable[[Any], None]] = {Demo: demo, Report: report}
+
+DESCRIPTION = """Measure and break the softmax bottleneck of language models.
+
+`fullrank --version` prints the version; `fullrank COMMAND --help` explains a command."""
+
+DEBUG = "FULLRANK_DEBUG"
+
+
+def main() -> None:
+    """Entry point of the `fullrank` script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Parse and run one command; returns the exit code."""
+    if arguments in (["--version"], ["-V"]):
+        print(f"fullrank {__version__}")
+        return 0
+    import tyro
+
+    options = tyro.cli(
+        Annotated[Demo, tyro.conf.subcommand("demo")] | Annotated[Report, tyro.conf.subcommand("report")],
+        prog="fullrank",
+        description=DESCRIPTION,
+        args=arguments or ["--help"],
+        config=(tyro.conf.OmitSubcommandPrefixes,),
+    )
+    try:
+        COMMANDS[type(options)](options)
+    except FullrankError as error:
+        return _complain(str(error), 2)
+    except KeyboardInterrupt:
+        return _complain("interrupted; nothing further was written", 130)
+    except OSError as error:
+        return _complain(f"{error}: check the path and its permissions", 2)
+    except Exception as error:
+        if os.environ.get(DEBUG):
+            raise
+        return _complain(
+            f"a mistake of ours, {type(error).__name__}: {error}; run again with {DEBUG}=1 and "
+            "report what it prints",
+            1,
+        )
+    return 0
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"fullrank: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

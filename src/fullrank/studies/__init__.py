@@ -1,0 +1,1 @@
+"""One file a study: runs it and returns its record."""

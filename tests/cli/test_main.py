@@ -1,0 +1,174 @@
+"""The command line: exit codes, one-sentence errors, nothing written on a mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullrank import results
+from fullrank.cli import demo as demo_module
+from fullrank.cli import main
+from fullrank.cli.demo import findings
+from fullrank.errors import FullrankError
+from fullrank.results import Ladder, LadderRung
+from fullrank.version import __version__
+
+
+def tiny(out: Path) -> list[str]:
+    return [
+        "demo", "--out", str(out), "--contexts", "12", "--vocabulary", "8", "--rank", "4", "--width", "2",
+        "--components", "2", "--steps", "2",
+    ]  # fmt: skip
+
+
+def rung(head: str, kl: float, floor: float = 0.5, width: int = 2) -> LadderRung:
+    return LadderRung(
+        head=head, width=width, components=1, parameters=1, least_rank=1, kl=kl, floor=floor, seconds=1.0
+    )
+
+
+def ladder(*rungs: LadderRung) -> Ladder:
+    return Ladder(
+        contexts=4, vocabulary=4, least_rank=3, small_width=2, steps=1, entropy=1.0, rungs=tuple(rungs)
+    )
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"fullrank {__version__}\n"
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    """What makes them slow is imports; a clock would be flaky."""
+    code = (
+        "import sys\n"
+        "from fullrank.cli import main\n"
+        "assert main.run(['--version']) == 0\n"
+        "try:\n    main.run(['--help'])\n"
+        "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "heavy = {'torch', 'numpy', 'scipy', 'altair', 'jinja2', 'highspy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+    assert "report" in done.stdout
+
+
+def test_demo_writes_results_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(tiny(tmp_path / "run")) == 0
+    printed = capsys.readouterr().out
+    record, made = results.load(tmp_path / "run" / "results.json")
+    assert isinstance(record, Ladder)
+    assert record.least_rank == 4
+    assert {item.head for item in record.rungs} >= {"softmax", "moc", "sigsoftmax", "mos", "trunk"}
+    assert made.seed == 0
+    assert "torch" in made.versions
+    page = (tmp_path / "run" / "report.html").read_text()
+    for item in record.rungs:
+        assert item.head in printed
+        assert item.head in page
+
+
+def test_report_draws_the_page_again(tmp_path: Path) -> None:
+    assert main.run(tiny(tmp_path)) == 0
+    page = tmp_path / "report.html"
+    before = page.read_text()
+    page.unlink()
+    assert main.run(["report", str(tmp_path)]) == 0
+    assert page.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rank", "8"], ["--rank 8", "at most 7"]),
+        (["--width", "4"], ["--width 4", "below --rank 4"]),
+        (["--width", "0"], ["--width 0", "at least 1"]),
+        (["--components", "-1"], ["--components -1", "at least 1"]),
+        (["--steps", "0"], ["--steps 0", "at least 1"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_impossible_settings_are_the_users_mistake(
+    flags: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main.run([*tiny(out), *flags]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("fullrank: ")
+    assert message.count("\n") == 1
+    for word in words:
+        assert word in message
+    assert not out.exists()
+
+
+def test_unknown_flag_and_command_exit_with_two(tmp_path: Path) -> None:
+    for arguments in (["demo", "--no-such-flag"], ["no-such-command"], ["demo", "--steps", "many"]):
+        with pytest.raises(SystemExit) as stop:
+            main.run(arguments)
+        assert stop.value.code == 2
+
+
+def test_report_without_results_is_the_users_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["report", str(tmp_path)]) == 2
+    assert "no results" in capsys.readouterr().err
+    (tmp_path / "results.json").write_text(json.dumps({"kind": "something"}))
+    assert main.run(["report", str(tmp_path)]) == 2
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_unwritable_output_is_the_users_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main.run(tiny(out)) == 2
+        assert "is no writable directory" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "word"),
+    [
+        (FullrankError("came X, expected Y: do Z"), 2, "came X"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (RuntimeError("boom"), 1, "boom"),
+    ],
+    ids=["users", "interrupt", "ours"],
+)
+def test_exit_codes(
+    error: BaseException, code: int, word: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(options: object) -> None:
+        raise error
+
+    monkeypatch.setitem(main.COMMANDS, demo_module.Demo, fail)
+    assert main.run(["demo"]) == code
+    message = capsys.readouterr().err
+    assert word in message
+    assert "Traceback" not in message
+
+
+def test_our_own_mistake_shows_its_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setitem(main.COMMANDS, demo_module.Demo, fail)
+    monkeypatch.setenv(main.DEBUG, "1")
+    with pytest.raises(RuntimeError, match="boom"):
+        main.run(["demo"])
+
+
+def test_findings_are_counted_from_the_record() -> None:
+    record = ladder(rung("softmax", 0.6), rung("softmax", 0.1, 0.0, 4), rung("moc", 0.55), rung("mos", 0.2))
+    _, first, second = findings(record)
+    assert "above" in first
+    assert "0.6000" in first
+    assert second.endswith(": mos")
+    _, first, second = findings(ladder(rung("softmax", 0.4), rung("mos", 0.7)))
+    assert "below" in first
+    assert second.endswith("none")

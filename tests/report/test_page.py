@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy
+import pytest
+
+import fullrank.report
+from fullrank.errors import FullrankError
+from fullrank.report import charts
+from fullrank.report.dots import DARK, HIGH_RANK_COLOUR, SOFTMAX_COLOUR
+from fullrank.report.page import figure
+from fullrank.results import Ladder, Provenance
+
+CHROMIUM = shutil.which("chromium")
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+
+class Reader(HTMLParser):
+    """Elements, attributes and text of a page; fails where an end tag has no beginning."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[str] = []
+        self.open: list[str] = []
+        self.text: dict[str, str] = {}
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag in ("td", "th"):
+            self.cells.append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & set(self.open):
+            self.cells[-1] += data
+        for tag in set(self.open):
+            self.text[tag] = self.text.get(tag, "") + data
+
+
+@pytest.fixture(scope="module")
+def html(ladder: Ladder, made: Provenance) -> str:
+    return fullrank.report.render(ladder, made)
+
+
+@pytest.fixture(scope="module")
+def hostile(odd: Ladder, payload: str) -> str:
+    made = Provenance(
+        command=f"fullrank demo --out {payload}",
+        commit="",
+        time=payload,
+        device=payload,
+        seed=None,
+        versions={payload: payload},
+    )
+    return fullrank.report.render(odd, made)
+
+
+def test_page_holds_every_figure(html: str, ladder: Ladder) -> None:
+    read = Reader(html)
+    exact = {attributes["value"] for tag, attributes in read.elements if tag == "data"}
+    for rung in ladder.rungs:
+        assert rung.head in read.cells
+        for value in (rung.width, rung.components, rung.kl, rung.floor, rung.least_rank, rung.seconds):
+            assert str(value) in exact
+            assert figure(value) in read.cells
+        assert f"{rung.parameters:,}" in read.cells
+    for value in (ladder.contexts, ladder.vocabulary, ladder.least_rank, ladder.small_width, ladder.steps):
+        assert figure(value) in read.cells
+    assert str(ladder.entropy) in exact
+    assert "nats per token" in " ".join(read.cells)
+
+
+def test_table_has_the_order_of_the_chart(html: str, ladder: Ladder) -> None:
+    cells = Reader(html).cells
+    places = [cells.index(figure(rung.kl)) for rung in charts.ordered(ladder)]
+    assert places == sorted(places)
+
+
+def test_page_tells_how_the_figures_came_to_be(html: str, made: Provenance) -> None:
+    footer = Reader(html).text["footer"]
+    for words in (made.command, made.commit, made.time, made.device, "17", "python 3.12.3", "torch 2.13.0"):
+        assert words in footer
+
+
+def test_odd_values_are_written_as_words(hostile: str) -> None:
+    read = Reader(hostile)
+    assert {"inf", "nan", "0", "-1e-12", "1e-09", "12,345", "a_name_of_many_words_" * 9} <= set(read.cells)
+    assert "not recorded" in read.text["footer"]
+    assert "none" in read.text["footer"]
+    for words in ("left edge", "right edge", "no number"):
+        assert words in read.text["main"]
+
+
+def test_text_stays_text(hostile: str, payload: str) -> None:
+    read = Reader(hostile)
+    assert not {"script", "img", "iframe", "object", "link", "a"} & {tag for tag, _ in read.elements}
+    assert not any(name.startswith("on") for _, attributes in read.elements for name in attributes)
+    assert payload in read.cells
+    assert read.text["footer"].count(payload) == 5
+    assert "<script" not in hostile
+    assert "nul \ufffd, half a pair \ufffd, two\nlines" in read.cells
+
+
+def test_page_loads_nothing(html: str, hostile: str) -> None:
+    for page in (html, hostile):
+        read = Reader(page)
+        names = {name for _, attributes in read.elements for name in attributes}
+        assert not {"src", "srcset", "href", "xlink:href", "action", "data", "poster", "style"} & names
+        assert "http://" not in page
+        assert "https://" not in page
+        assert "url(" not in read.text["style"]
+        assert "@import" not in read.text["style"]
+        policies = [
+            attributes["content"]
+            for tag, attributes in read.elements
+            if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+        ]
+        assert len(policies) == 1
+        assert str(policies[0]).startswith("default-src 'none';")
+        assert "script" not in str(policies[0])
+
+
+def test_page_is_for_everyone(html: str) -> None:
+    read = Reader(html)
+    pictures = [attributes for tag, attributes in read.elements if tag == "svg"]
+    assert len(pictures) == 4
+    assert all(picture["role"] == "img" and picture["aria-label"] for picture in pictures)
+    identities = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
+    assert len(identities) == len(set(identities))
+    assert ("html", {"lang": "en"}) in read.elements
+
+
+def test_write_is_whole_or_not_at_all(
+    html: str, ladder: Ladder, made: Provenance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out" / "report.html"
+    fullrank.report.write(ladder, made, path)
+    assert path.read_text(encoding="utf8") == html
+
+    def no_space(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", no_space)
+    with pytest.raises(OSError, match="no space"):
+        fullrank.report.write(dataclasses.replace(ladder, steps=1), made, path)
+    assert path.read_text(encoding="utf8") == html
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_kind_without_a_page_is_an_error(made: Provenance, tmp_path: Path) -> None:
+    with pytest.raises(FullrankError, match="no page shows a 'Provenance', expected one of ladder"):
+        fullrank.report.write(made, made, tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_jinja_is_named(ladder: Ladder, made: Provenance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(FullrankError, match=r"'jinja2'.*pip install 'fullrank\[report\]'"):
+        fullrank.report.render(ladder, made)
+
+
+# What no reading of the source can tell: whether anything runs out of its picture or of the window, or over
+# its neighbour. The copy that is measured has a script, so it cannot have the policy.
+MEASURE = """<script>
+const boxes = (picture, what) => [...picture.querySelectorAll(what)]
+  .filter(mark => mark.getAttribute("opacity") !== "0")
+  .map(mark => ({box: mark.getBoundingClientRect(), text: mark.outerHTML}))
+  .filter(({box}) => box.width > 0 && box.height > 0);
+const pictures = [...document.querySelectorAll("svg")].filter(svg => svg.getBoundingClientRect().width > 0);
+const outside = [], overlapping = [];
+for (const picture of pictures) {
+  const frame = picture.getBoundingClientRect();
+  for (const {box, text} of boxes(picture, "text, path, line"))
+    if (box.left < frame.left - 1 || box.right > frame.right + 1) outside.push(text);
+  const texts = boxes(picture, "text");
+  for (const [place, one] of texts.entries())
+    for (const other of texts.slice(place + 1)) {
+      const across = Math.min(one.box.right, other.box.right) - Math.max(one.box.left, other.box.left);
+      const along = Math.min(one.box.bottom, other.box.bottom) - Math.max(one.box.top, other.box.top);
+      if (across > 0 && along > 3) overlapping.push(one.text + other.text);
+    }
+}
+const result = document.createElement("output");
+result.textContent = JSON.stringify({
+  pictures: pictures.length, outside, overlapping,
+  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+});
+document.body.append(result);
+</script></body>"""
+
+
+def browse(folder: Path, page: str, *options: str) -> str:
+    """What chromium prints after it has opened the page."""
+    assert CHROMIUM is not None
+    path = folder / "page.html"
+    path.write_text(page, encoding="utf8")
+    done = subprocess.run(
+        [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--hide-scrollbars",
+            f"--user-data-dir={folder / 'profile'}",
+            *options,
+            path.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        encoding="utf8",
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+def pixels(path: Path) -> numpy.ndarray:
+    """The colours of a PNG of 8-bit channels, [height, width, 3]."""
+    content = path.read_bytes()
+    width, height, depth, kind = struct.unpack(">IIBB", content[16:26])
+    assert depth == 8
+    channels = {2: 3, 6: 4}[kind]
+    start, packed = 8, b""
+    while start < len(content):
+        (length,) = struct.unpack(">I", content[start : start + 4])
+        if content[start + 4 : start + 8] == b"IDAT":
+            packed += content[start + 8 : start + 8 + length]
+        start += length + 12
+    raw, stride = zlib.decompress(packed), width * channels
+    image = bytearray()
+    above = [0] * (stride + channels)
+    for row in range(height):
+        how, *added = raw[row * (stride + 1) : (row + 1) * (stride + 1)]
+        # A margin of one pixel at the left, so that every byte has a neighbour.
+        line = [0] * channels
+        for place, value in enumerate(added):
+            left, up, corner = line[place], above[place + channels], above[place]
+            guess = (0, left, up, (left + up) // 2, 0)[how]
+            if how == 4:
+                guess = min((left, up, corner), key=lambda near: abs(left + up - corner - near))
+            line.append((value + guess) & 255)
+        image += bytes(line[channels:])
+        above = line
+    return numpy.frombuffer(image, dtype=numpy.uint8).reshape(height, width, channels)[..., :3]
+
+
+browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+@browser
+@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("which", ["html", "hostile"])
+def test_nothing_runs_out_of_its_picture(
+    which: str, width: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    page = request.getfixturevalue(which).replace("Content-Security-Policy", "").replace("</body>", MEASURE)
+    document = browse(tmp_path, page, "--dump-dom", f"--window-size={width},1600")
+    found = json.loads(unescape(document.split("<output>")[1].split("</output>")[0]))
+    assert found == {"pictures": 2, "outside": [], "overlapping": [], "overflow": 0}
+
+
+@browser
+@pytest.mark.parametrize(("scheme", "dark"), [(1, False), (0, True)])
+def test_the_page_shows_its_marks(scheme: int, dark: bool, html: str, tmp_path: Path) -> None:
+    shot = tmp_path / "shot.png"
+    options = (
+        f"--screenshot={shot}",
+        "--window-size=800,700",
+        f"--blink-settings=preferredColorScheme={scheme}",
+    )
+    browse(tmp_path, html, *options)
+    image = pixels(shot)
+    for colour in (SOFTMAX_COLOUR, HIGH_RANK_COLOUR):
+        wanted = DARK[colour] if dark else colour
+        there = (image == [int(wanted[place : place + 2], 16) for place in (1, 3, 5)]).all(axis=2)
+        # The first chart has at least two marks of each colour, of some 50 pixels inside their edges.
+        assert there.sum() > 90
+    assert (image.mean() < 80) == dark
+
+
+@browser
+def test_the_document_holds_a_mark_for_each_figure(html: str, ladder: Ladder, tmp_path: Path) -> None:
+    document = browse(tmp_path, html, "--dump-dom")
+    # Two charts, each wide and narrow, with a dot and a tick or triangle a row.
+    assert document.count('aria-roledescription="point"') == 2 * 2 * 2 * len(ladder.rungs)
