@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from fullrank.errors import FullrankError
 from fullrank.heads import Head, build, pieces
+from fullrank.heads.base import Labels
 from fullrank.ops import mixture_nll
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -118,7 +119,7 @@ def test_reductions_are_those_of_the_fused_loss(reduction: str, weighted: bool) 
         "ignore_index": -100,
     }
     expected = mixture_nll(rows, torch.zeros(7, 1, dtype=torch.float64), weight, targets, **options)
-    tokens = pieces.CountedTokens(targets, vocab=9, **options)
+    tokens = pieces.CountedTokens(Labels(targets=targets, stats=False, **options), 9)
     log_probs = torch.log_softmax(rows[:, 0] @ weight.t(), 1)[tokens.index]
     torch.testing.assert_close(tokens.reduce(-log_probs.gather(1, tokens.targets[:, None])[:, 0]), expected)
 

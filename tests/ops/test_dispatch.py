@@ -273,7 +273,7 @@ MIXTURE_ERRORS = {
     "implementation": ({"impl": "fast"}, r"impl='fast' is unknown: expected one of auto, chunked, reference"),
     "token-weight-shape": (
         {"token_weight": torch.ones(3)},
-        r"token_weight has shape \[3\], expected \[N\] = \[4\]",
+        r"token_weight has shape \[3\], expected that of targets, \[4\]",
     ),
     "token-weight-trained": (
         {"token_weight": torch.ones(4, requires_grad=True)},

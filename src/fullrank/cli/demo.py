@@ -52,6 +52,7 @@ def demo(options: Demo) -> None:
         seed=options.seed,
     )
     results.check_writable(options.out)
+    report.check_installed()
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=1.0)

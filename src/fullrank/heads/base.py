@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from fullrank.errors import FullrankError
 from fullrank.heads.record import MixtureRecord, describe_mixture
 from fullrank.ops import IDENTITY, Pointwise, TokenStats, mixture_log_probs, mixture_nll
+from fullrank.ops.dispatch import check_reduction
 
 States = Tensor | Sequence[Tensor]
 
@@ -34,6 +36,20 @@ def require_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise FullrankError(f"{name}={size!r} is impossible: expected a whole number >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """Targets, and how they count: as in `ops.mixture_nll`."""
+
+    targets: Tensor
+    """[...], one a hidden state."""
+    reduction: str
+    token_weight: Tensor | None
+    """In the shape of the targets."""
+    ignore_index: int
+    stats: bool
+    """Whether per-token statistics are asked for."""
 
 
 class Head(nn.Module, ABC):
@@ -88,16 +104,16 @@ class Head(nn.Module, ABC):
         states = self._checked(hidden, targets, context)
         if targets is None:
             return self._log_probs(states, context)
-        if token_weight is not None and token_weight.shape != targets.shape:
-            # Before anything flattens it: [time, batch] weights would fit [batch, time] targets by number.
-            raise FullrankError(
-                f"token_weight has shape {list(token_weight.shape)}, expected that of targets, "
-                f"{list(targets.shape)}"
-            )
-        loss, stats = self._loss(
-            states, targets, context,
-            reduction=reduction, token_weight=token_weight, ignore_index=ignore_index, stats=return_stats,
-        )  # fmt: skip
+        # Before anything is flattened: [time, batch] weights would fit [batch, time] targets by number.
+        check_reduction(targets, reduction, token_weight)
+        labels = Labels(
+            targets=targets,
+            reduction=reduction,
+            token_weight=token_weight,
+            ignore_index=ignore_index,
+            stats=return_stats,
+        )
+        loss, stats = self._loss(states, labels, context)
         if stats is None:
             return loss
         return loss, TokenStats(*(column.view(targets.shape) for column in stats))
@@ -108,15 +124,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def _loss(
-        self,
-        states: list[Tensor],
-        targets: Tensor,
-        context: Tensor | None,
-        *,
-        reduction: str,
-        token_weight: Tensor | None,
-        ignore_index: int,
-        stats: bool,
+        self, states: list[Tensor], labels: Labels, context: Tensor | None
     ) -> tuple[Tensor, TokenStats | None]:
         """The loss and, if asked, flat per-token statistics."""
 
@@ -194,25 +202,18 @@ class RowHead(Head):
         return flat.view(*states[0].shape[:-1], self.vocab)
 
     def _loss(
-        self,
-        states: list[Tensor],
-        targets: Tensor,
-        context: Tensor | None,
-        *,
-        reduction: str,
-        token_weight: Tensor | None,
-        ignore_index: int,
-        stats: bool,
+        self, states: list[Tensor], labels: Labels, context: Tensor | None
     ) -> tuple[Tensor, TokenStats | None]:
         rows, log_prior = self._flat_rows(states)
-        decoder = self.decoder
+        decoder, weight = self.decoder, labels.token_weight
         result = mixture_nll(
-            rows, log_prior, decoder.weight, targets.flatten(), bias=decoder.bias, pointwise=self.pointwise,
-            reduction=reduction, token_weight=None if token_weight is None else token_weight.flatten(),
-            ignore_index=ignore_index, return_stats=stats,
+            rows, log_prior, decoder.weight, labels.targets.flatten(),
+            bias=decoder.bias, pointwise=self.pointwise, reduction=labels.reduction,
+            token_weight=None if weight is None else weight.flatten(),
+            ignore_index=labels.ignore_index, return_stats=labels.stats,
         )  # type: ignore[call-overload]  # fmt: skip
-        loss, token_stats = result if stats else (result, None)
-        return loss.view(targets.shape) if reduction == "none" else loss, token_stats
+        loss, stats = result if labels.stats else (result, None)
+        return loss.view(labels.targets.shape) if labels.reduction == "none" else loss, stats
 
     @torch.no_grad()
     def sample(

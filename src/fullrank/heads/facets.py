@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, States, require_positive
+from fullrank.heads.base import Head, Labels, States, require_positive
 from fullrank.heads.pieces import CountedTokens, cut, joined, piece_tokens
 from fullrank.ops import IDENTITY, TokenStats, linear_logprob
 from fullrank.ops.reference import bent_scores, compute_dtype
@@ -126,23 +126,9 @@ class MultiFacet(Head):
         return found.view(*states[0].shape[:-1], self.vocab)
 
     def _loss(
-        self,
-        states: list[Tensor],
-        targets: Tensor,
-        context: Tensor | None,
-        *,
-        reduction: str,
-        token_weight: Tensor | None,
-        ignore_index: int,
-        stats: bool,
+        self, states: list[Tensor], labels: Labels, context: Tensor | None
     ) -> tuple[Tensor, TokenStats | None]:
-        tokens = CountedTokens(
-            targets,
-            vocab=self.vocab,
-            reduction=reduction,
-            token_weight=token_weight,
-            ignore_index=ignore_index,
-        )
+        tokens = CountedTokens(labels, self.vocab)
         last, window = self._inputs(states)
         rows, log_prior = self._rows(last[tokens.index], window[tokens.index])
         y, own = tokens.targets // self.partitions, tokens.targets % self.partitions
@@ -164,7 +150,7 @@ class MultiFacet(Head):
             )
             joint.append((score - lse).unflatten(0, (len(tokens), self.softmaxes - 1)))
         loss = tokens.reduce(-torch.logsumexp(log_prior + torch.cat(joint, dim=1), dim=1))
-        if not stats:
+        if not labels.stats:
             return loss, None
         return loss, tokens.statistics(
             lambda piece: self._piece_log_probs(rows[piece], log_prior[piece]), self._pieces(len(tokens))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, require_positive
+from fullrank.heads.base import Head, Labels, require_positive
 from fullrank.heads.pieces import CountedTokens, checkpointed, cut, joined, piece_tokens, widened
 from fullrank.ops import IDENTITY, TokenStats, linear_logprob
 from fullrank.ops.reference import bent_scores, compute_dtype
@@ -151,23 +151,9 @@ class Mixtape(Head):
         return found.view(*states[0].shape[:-1], self.vocab)
 
     def _loss(
-        self,
-        states: list[Tensor],
-        targets: Tensor,
-        context: Tensor | None,
-        *,
-        reduction: str,
-        token_weight: Tensor | None,
-        ignore_index: int,
-        stats: bool,
+        self, states: list[Tensor], labels: Labels, context: Tensor | None
     ) -> tuple[Tensor, TokenStats | None]:
-        tokens = CountedTokens(
-            targets,
-            vocab=self.vocab,
-            reduction=reduction,
-            token_weight=token_weight,
-            ignore_index=ignore_index,
-        )
+        tokens = CountedTokens(labels, self.vocab)
         scores = self._scores(states[0].flatten(0, -2)[tokens.index])
         pieces = self._pieces(len(tokens))
         place = self.place[tokens.targets]
@@ -189,7 +175,7 @@ class Mixtape(Head):
             )
             target, lse = torch.where(own, target, tail_target), torch.logaddexp(lse, tail_lse)
         loss = tokens.reduce(lse - target)
-        return loss, tokens.statistics(scores.log_probs, pieces) if stats else None
+        return loss, tokens.statistics(scores.log_probs, pieces) if labels.stats else None
 
 
 @dataclass(frozen=True, kw_only=True)

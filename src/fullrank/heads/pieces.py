@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fullrank.errors import FullrankError
+from fullrank.heads.base import Labels
 from fullrank.ops import TokenStats
 from fullrank.ops.autograd import check_targets
-from fullrank.ops.dispatch import REDUCTIONS
 from fullrank.ops.plan import default_workspace
 from fullrank.ops.reference import compute_dtype
 
@@ -71,38 +71,16 @@ def joined(log_probs: Scorer, pieces: Sequence[slice]) -> Tensor:
 class CountedTokens:
     """The tokens of a loss that count, in order: `index` [n] into the flat tokens, `targets` [n]."""
 
-    def __init__(
-        self,
-        targets: Tensor,
-        *,
-        vocab: int,
-        reduction: str,
-        token_weight: Tensor | None,
-        ignore_index: int,
-    ) -> None:
-        if reduction not in REDUCTIONS:
-            raise FullrankError(
-                f"reduction={reduction!r} is unknown: expected one of {', '.join(REDUCTIONS)}"
-            )
+    def __init__(self, labels: Labels, vocab: int) -> None:
+        targets, weight = labels.targets, labels.token_weight
         if targets.dtype not in (torch.int32, torch.int64):
             raise FullrankError(f"targets are {targets.dtype}, expected int64 or int32 token ids")
-        if token_weight is not None:
-            if token_weight.numel() != targets.numel():
-                raise FullrankError(
-                    f"token_weight has shape {list(token_weight.shape)}, expected {list(targets.shape)} as "
-                    "targets"
-                )
-            if token_weight.requires_grad and torch.is_grad_enabled():
-                raise FullrankError(
-                    "token_weight requires a gradient, which a head's loss does not give: "
-                    "pass token_weight.detach(), or weigh the result of reduction='none'"
-                )
         flat = targets.flatten().long()
-        check_targets(flat, vocab, ignore_index)
-        self.shape, self.reduction = targets.shape, reduction
-        self.index = (flat != ignore_index).nonzero()[:, 0]
+        check_targets(flat, vocab, labels.ignore_index)
+        self.shape, self.reduction = targets.shape, labels.reduction
+        self.index = (flat != labels.ignore_index).nonzero()[:, 0]
         self.targets = flat[self.index]
-        self.share = None if token_weight is None else token_weight.flatten()[self.index]
+        self.share = None if weight is None else weight.flatten()[self.index]
 
     def __len__(self) -> int:
         return self.index.shape[0]

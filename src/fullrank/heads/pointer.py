@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, States, require_positive
+from fullrank.heads.base import Head, Labels, States, require_positive
 from fullrank.heads.pieces import MOST_TOKENS, CountedTokens, checkpointed, cut, joined, piece_tokens, widened
 from fullrank.ops import TokenStats
 from fullrank.ops.reference import compute_dtype
@@ -103,23 +103,9 @@ class Pointer(Head):
         return joined(scores.log_probs, scores.pieces).view(*states[0].shape[:-1], self.vocab)
 
     def _loss(
-        self,
-        states: list[Tensor],
-        targets: Tensor,
-        context: Tensor | None,
-        *,
-        reduction: str,
-        token_weight: Tensor | None,
-        ignore_index: int,
-        stats: bool,
+        self, states: list[Tensor], labels: Labels, context: Tensor | None
     ) -> tuple[Tensor, TokenStats | None]:
-        tokens = CountedTokens(
-            targets,
-            vocab=self.vocab,
-            reduction=reduction,
-            token_weight=token_weight,
-            ignore_index=ignore_index,
-        )
+        tokens = CountedTokens(labels, self.vocab)
         scores = PointerScores(self, states[0], tokens.index, context)
 
         def nll(piece: slice) -> Tensor:
@@ -127,7 +113,7 @@ class Pointer(Head):
             return torch.logsumexp(found, dim=1) - found.gather(1, tokens.targets[piece, None])[:, 0]
 
         loss = tokens.reduce(checkpointed(nll, scores.pieces))
-        return loss, tokens.statistics(scores.log_probs, scores.pieces) if stats else None
+        return loss, tokens.statistics(scores.log_probs, scores.pieces) if labels.stats else None
 
 
 class PointerScores:

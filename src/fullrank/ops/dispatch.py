@@ -128,18 +128,7 @@ def mixture_nll(
     default.
     """
     _check_mixture(rows, log_prior, weight, targets, bias)
-    if reduction not in REDUCTIONS:
-        raise FullrankError(f"reduction={reduction!r} is unknown: expected one of {', '.join(REDUCTIONS)}")
-    if token_weight is not None:
-        if token_weight.shape != targets.shape:
-            raise FullrankError(
-                f"token_weight has shape {_shape(token_weight)}, expected [N] = {_shape(targets)} as targets"
-            )
-        if token_weight.requires_grad and torch.is_grad_enabled():
-            raise FullrankError(
-                "token_weight requires a gradient, which the fused loss does not give: "
-                "pass token_weight.detach(), or weigh the result of reduction='none'"
-            )
+    check_reduction(targets, reduction, token_weight)
     product = _product_dtype(rows, weight)
     rows = rows.to(product)
     chosen = _choose(impl)
@@ -223,6 +212,22 @@ def mixture_log_probs(
             )
             out[tokens] = torch.logaddexp(out[tokens], part)
     return out
+
+
+def check_reduction(targets: Tensor, reduction: str, token_weight: Tensor | None) -> None:
+    """Raise for a reduction or for token weights that no loss here can take."""
+    if reduction not in REDUCTIONS:
+        raise FullrankError(f"reduction={reduction!r} is unknown: expected one of {', '.join(REDUCTIONS)}")
+    if token_weight is not None:
+        if token_weight.shape != targets.shape:
+            raise FullrankError(
+                f"token_weight has shape {_shape(token_weight)}, expected that of targets, {_shape(targets)}"
+            )
+        if token_weight.requires_grad and torch.is_grad_enabled():
+            raise FullrankError(
+                "token_weight requires a gradient, which the loss does not give: "
+                "pass token_weight.detach(), or weigh the result of reduction='none'"
+            )
 
 
 def _choose(impl: str) -> str:

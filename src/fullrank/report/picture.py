@@ -53,6 +53,16 @@ def inline(drawn: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
+def check_installed() -> None:
+    """Raise before long work, not after it, where its page could not be drawn."""
+    try:
+        import altair  # noqa: F401
+        import jinja2  # noqa: F401
+        import vl_convert  # noqa: F401
+    except ImportError as error:
+        raise missing(error) from error
+
+
 def missing(error: ImportError) -> FullrankError:
     return FullrankError(
         f"a report needs the package {error.name!r}, which is not installed: pip install 'fullrank[report]'"

@@ -1,0 +1,28 @@
+"""The README's Python runs as it stands and says what it says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf8")
+
+
+def test_the_taste_of_python_runs() -> None:
+    torch.manual_seed(0)
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["head"].decoder.weight.grad is not None
+    assert names["stats"].entropy.shape == (128,)
+    assert names["fullrank"].theory.least_rank(names["log_probs"]).rank == 8
+
+
+def test_every_results_file_named_exists() -> None:
+    root = Path(__file__).parents[1]
+    pages = [README, *(page.read_text(encoding="utf8") for page in (root / "docs").glob("*.md"))]
+    named = {name for page in pages for name in re.findall(r"results/\w+\.json", page)}
+    assert named
+    for name in named:
+        assert (root / name).is_file(), name
