@@ -89,6 +89,8 @@ def test_report_draws_the_page_again(tmp_path: Path) -> None:
         (["--width", "0"], ["--width 0", "at least 1"]),
         (["--components", "-1"], ["--components -1", "at least 1"]),
         (["--steps", "0"], ["--steps 0", "at least 1"]),
+        (["--heads", "mos", "moz"], ["--heads moz", "moc", "mixtape"]),
+        (["--heads", "mixtape", "--components", "3"], ["components=3", "power of two"]),
     ],
     ids=lambda value: "-".join(value),
 )

@@ -30,6 +30,8 @@ class Demo:
     """Components of the mixtures."""
     steps: int = 500
     """Training steps of every head."""
+    heads: tuple[str, ...] = ("moc", "sigsoftmax", "plif", "mos", "trunk")
+    """Heads to try at the small width; moss and mixtape can climb as well."""
     seed: int = 0
     """Seed of the language and of every head."""
 
@@ -50,6 +52,7 @@ def demo(options: Demo) -> None:
         components=options.components,
         steps=options.steps,
         seed=options.seed,
+        heads=options.heads,
     )
     results.check_writable(options.out)
     report.check_installed()

@@ -24,6 +24,8 @@ from fullrank.theory import factorise, least_rank
 
 Progress = Callable[[str, float], None]
 
+HEADS = ("moc", "sigsoftmax", "plif", "mos", "trunk", "moss", "mixtape")
+"""Heads that read one state and nothing else."""
 EMBEDDING = 32
 PEAK = 4.0
 """Standard deviation of the language's logits: peaked enough that every lost dimension shows."""
@@ -41,8 +43,14 @@ class Config:
     components: int
     steps: int
     seed: int
+    heads: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        for name in self.heads:
+            if name not in HEADS:
+                raise FullrankError(
+                    f"--heads {name} does not climb this ladder: expected some of {', '.join(HEADS)}"
+                )
         for name in ("contexts", "vocabulary", "rank", "width", "components", "steps"):
             if getattr(self, name) < 1:
                 raise FullrankError(f"--{name} {getattr(self, name)} is impossible: expected at least 1")
@@ -71,13 +79,11 @@ def rungs(config: Config) -> list[tuple[str, int, dict[str, int]]]:
     halfway = (config.width + config.rank) // 2
     widths = sorted({config.width, halfway, config.rank, config.rank + max(1, config.rank // 3)})
     mixture = {"components": config.components}
+    options = dict.fromkeys(("moc", "mos", "moss", "mixtape"), mixture)
+    options["trunk"] = {**mixture, "private": max(1, config.width // 2)}
     return [
         *(("softmax", width, {}) for width in widths),
-        ("moc", config.width, mixture),
-        ("sigsoftmax", config.width, {}),
-        ("plif", config.width, {}),
-        ("mos", config.width, mixture),
-        ("trunk", config.width, {**mixture, "private": max(1, config.width // 2)}),
+        *((name, config.width, options.get(name, {})) for name in config.heads),
     ]
 
 
@@ -85,6 +91,8 @@ def run(config: Config, progress: Progress = lambda label, share: None) -> Ladde
     """Climb the ladder; `progress` hears a label and the share done."""
     truth = language(config)
     plan = rungs(config)
+    for name, width, options in plan:
+        make_head(name, width, options, config)  # an impossible option shows before the work, not within it
     floors: dict[int, float] = {}
     done: list[LadderRung] = []
     for index, (name, width, options) in enumerate(plan):
@@ -108,6 +116,10 @@ def run(config: Config, progress: Progress = lambda label, share: None) -> Ladde
     )
 
 
+def make_head(name: str, width: int, options: dict[str, int], config: Config) -> Head:
+    return build(name, hidden=EMBEDDING, vocab=config.vocabulary, width=width, **options)
+
+
 def climb(
     truth: Tensor,
     name: str,
@@ -121,7 +133,7 @@ def climb(
     started = time.perf_counter()
     torch.manual_seed(config.seed)
     embedding = nn.Embedding(config.contexts, EMBEDDING)
-    head = build(name, hidden=EMBEDDING, vocab=config.vocabulary, width=width, **options)
+    head = make_head(name, width, options, config)
     train(truth, embedding, head, config, report)
     with torch.no_grad():
         learnt = head.double()(embedding.double().weight)
