@@ -55,3 +55,20 @@ def test_rows_give_target_score_and_normaliser(make_problem):
     )
     torch.testing.assert_close(target, bent[torch.arange(7), problem.targets])
     torch.testing.assert_close(lse, bent.exp().sum(1).log())
+
+
+@pytest.mark.parametrize("components", [1, 3])
+def test_masked_entries_and_impossible_components_leave_finite_gradients(components: int) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(4, components, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    prior = torch.zeros(4, components, dtype=torch.float64).log_softmax(1)
+    if components > 1:
+        prior[0, 0] = -torch.inf
+    bias = torch.tensor([0.0, -torch.inf, 0.0, 1.0, -torch.inf, 0.0, 0.0], dtype=torch.float64)
+    log_probs = reference.mixture_log_probs(rows, prior.requires_grad_(), weight, bias=bias)
+    assert bool(torch.isneginf(log_probs[:, [1, 4]]).all())
+    log_probs[:, [0, 2, 3]].sum().backward()
+    for tensor in (rows, prior, weight):
+        assert bool(tensor.grad.isfinite().all())
+    assert float(weight.grad[[1, 4]].abs().max()) == 0.0

@@ -61,7 +61,11 @@ def mixture_log_probs(
     components = torch.log_softmax(bent_scores(rows, weight, bias, pointwise), dim=-1)
     if rows.shape[1] == 1:
         return components[:, 0] + log_prior.to(components.dtype)
-    return torch.logsumexp(components + log_prior.to(components.dtype)[:, :, None], dim=1)
+    joint = components + log_prior.to(components.dtype)[:, :, None]
+    # What no component can emit has probability zero and no gradient; logsumexp of -inf alone would give NaN.
+    impossible = torch.isneginf(joint).all(dim=1)
+    mixed = torch.logsumexp(joint.masked_fill(impossible[:, None], 0.0), dim=1)
+    return mixed.masked_fill(impossible, -torch.inf)
 
 
 def mixture_nll(
