@@ -9,8 +9,9 @@ Ours, the default:
     context_k = P h + L_k h + l_k,       L_k = 0 and l_k = 0 at the start,  G random
 
 so that all components start equal, the mixture starts as the plain head with rows P h, and the unequal gates
-G alone make the components' gradients differ. The published form stalls under AdamW; this one does not. P is
-the identity where the widths allow it, so a trained plain head can be taken over as it is.
+G alone make the components' gradients differ. Under one AdamW recipe, tuned for neither, the published form
+ended behind plain softmax and ours ahead of it (results/mixture_start.json). P is the identity where the
+widths allow it, so a trained plain head can be taken over as it is.
 
 `sources` lists (width of the hidden state, number of contexts made from it), the last layer first; P and G
 read the last layer. `private` limits what the components own to the last `private` entries of the row.
