@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import nn
 
-from fullrank.heads import build
 from fullrank.results import provenance, write_whole
 from fullrank.studies import ladder
 
@@ -42,15 +40,9 @@ class Config:
 
 
 def final_kl(config: ladder.Config, name: str, as_published: bool | None) -> float:
-    truth = ladder.language(config)
-    torch.manual_seed(config.seed)
-    embedding = nn.Embedding(config.contexts, ladder.EMBEDDING)
     options = {} if as_published is None else {"components": config.components, "as_published": as_published}
-    head = build(name, hidden=ladder.EMBEDDING, vocab=config.vocabulary, width=config.width, **options)
-    ladder.train(truth, embedding, head, config, lambda share: None)
-    with torch.no_grad():
-        learnt = head.double()(embedding.double().weight)
-    return float((truth.exp() * (truth - learnt)).sum(1).mean())
+    truth = ladder.language(config)
+    return ladder.climb(truth, name, config.width, options, config, math.nan, lambda share: None).kl
 
 
 def main(config: Config) -> None:

@@ -195,11 +195,13 @@ class RowHead(Head):
             return rows, rows.new_zeros(rows.shape[:2], dtype=torch.float32)
         return rows, log_prior.flatten(0, -2)
 
-    def _log_probs(self, states: list[Tensor], context: Tensor | None) -> Tensor:
-        rows, log_prior = self._flat_rows(states)
+    def _score(self, rows: Tensor, log_prior: Tensor) -> Tensor:
+        """Log-probabilities [N, V] of rows [N, K, D]."""
         decoder = self.decoder
-        flat = mixture_log_probs(rows, log_prior, decoder.weight, bias=decoder.bias, pointwise=self.pointwise)
-        return flat.view(*states[0].shape[:-1], self.vocab)
+        return mixture_log_probs(rows, log_prior, decoder.weight, bias=decoder.bias, pointwise=self.pointwise)
+
+    def _log_probs(self, states: list[Tensor], context: Tensor | None) -> Tensor:
+        return self._score(*self._flat_rows(states)).view(*states[0].shape[:-1], self.vocab)
 
     def _loss(
         self, states: list[Tensor], labels: Labels, context: Tensor | None
@@ -226,11 +228,8 @@ class RowHead(Head):
         chosen = rows.gather(1, which[:, :, None].expand(-1, -1, self.width))
         drawn = []
         for piece in chosen.split(max(1, DECODING_BYTES // (4 * self.vocab))):
-            none = piece.new_zeros(piece.shape[:2], dtype=torch.float32)
-            log_probs = mixture_log_probs(
-                piece, none, self.decoder.weight, bias=self.decoder.bias, pointwise=self.pointwise
-            )
-            drawn.append(torch.multinomial(log_probs.exp(), 1, generator=generator))
+            alone = piece.new_zeros(piece.shape[:2], dtype=torch.float32)
+            drawn.append(torch.multinomial(self._score(piece, alone).exp(), 1, generator=generator))
         return torch.cat(drawn).view(states[0].shape[:-1])
 
     @torch.no_grad()
@@ -242,10 +241,7 @@ class RowHead(Head):
         size = max(1, DECODING_BYTES // (4 * self.vocab))
         values, ids = [], []
         for piece, prior in zip(rows.split(size), log_prior.split(size), strict=True):
-            log_probs = mixture_log_probs(
-                piece, prior, self.decoder.weight, bias=self.decoder.bias, pointwise=self.pointwise
-            )
-            best = torch.topk(log_probs, m, dim=-1)
+            best = torch.topk(self._score(piece, prior), m, dim=-1)
             values.append(best.values)
             ids.append(best.indices)
         shape = (*states[0].shape[:-1], m)
