@@ -92,7 +92,7 @@ def test_numpy_numbers_are_numbers(path: Path) -> None:
 
 def test_whole_numbers_are_read_as_floats_where_floats_belong(path: Path) -> None:
     save(ladder(), path, MADE)
-    edit(path, lambda document: document["data"].update(entropy=1))
+    edit(path, lambda document: document.update(entropy=1))
     found, _ = load(path)
     assert found.entropy == 1.0
     assert type(found.entropy) is float
@@ -152,16 +152,16 @@ def test_other_version_is_refused(path: Path, version: Any) -> None:
 
 
 CHANGES: dict[str, Any] = {
-    "missing field": lambda document: document["data"].pop("entropy"),
-    "missing field of a rung": lambda document: document["data"]["rungs"][0].pop("kl"),
+    "missing field": lambda document: document.pop("entropy"),
+    "missing field of a rung": lambda document: document["rungs"][0].pop("kl"),
     "missing provenance": lambda document: document["made"].pop("command"),
-    "unknown field": lambda document: document["data"].update(colour="red"),
-    "text for a number": lambda document: document["data"].update(entropy="high"),
-    "float for a whole number": lambda document: document["data"].update(steps=1.5),
-    "truth value for a whole number": lambda document: document["data"].update(steps=True),
-    "nothing for a number": lambda document: document["data"].update(entropy=None),
-    "number for text": lambda document: document["data"]["rungs"][0].update(head=3),
-    "no list": lambda document: document["data"].update(rungs=3),
+    "unknown field": lambda document: document.update(colour="red"),
+    "text for a number": lambda document: document.update(entropy="high"),
+    "float for a whole number": lambda document: document.update(steps=1.5),
+    "truth value for a whole number": lambda document: document.update(steps=True),
+    "nothing for a number": lambda document: document.update(entropy=None),
+    "number for text": lambda document: document["rungs"][0].update(head=3),
+    "no list": lambda document: document.update(rungs=3),
     "data is a list": lambda document: document.update(data=[]),
     "data is nothing": lambda document: document.update(data=None),
     "made is text": lambda document: document.update(made="yesterday"),
@@ -206,7 +206,7 @@ def test_failed_write_leaves_the_old_file_and_no_leftover(
     def fail(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(results.os, step, fail)
+    monkeypatch.setattr(results.files.os, step, fail)
     with pytest.raises(OSError, match="no space left"):
         save(ladder(rung(), rung()), path, MADE)
     assert path.read_bytes() == before

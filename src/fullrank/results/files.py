@@ -1,8 +1,8 @@
-"""Result records: frozen dataclasses to versioned JSON and back, without torch.
+"""Result records as files: frozen dataclasses to versioned JSON and back, without torch.
 
-Every command writes one `results.json`: {"kind", "version", "made", "data"}. `kind` is the record's class,
-`version` the version of its fields, `made` how the figures came to be (command, commit, seed, device,
-library versions). A reader of an older or newer file gets an error with a remedy, never a wrong number.
+Every command writes one `results.json`: "kind" names the record's class, "version" the version of its fields,
+"made" how the figures came to be (command, commit, seed, device, library versions), and beside them stand the
+record's own fields. A reader of an older or newer file gets an error with a remedy, never a wrong number.
 Non-finite floats are written as the strings "nan", "inf" and "-inf", because JSON has no word for them.
 """
 
@@ -29,7 +29,10 @@ from fullrank.version import __version__
 
 Record = TypeVar("Record")
 
-LIBRARIES = ("torch", "numpy", "scipy", "highspy", "triton", "transformers")
+KINDS: dict[str, type] = {}
+"""Every kind of record that a file can hold; `fullrank.results` fills it."""
+
+LIBRARIES = ("torch", "numpy", "scipy", "highspy", "triton", "transformers", "tokenizers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,44 +45,6 @@ class Provenance:
     device: str
     seed: int | None
     versions: dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LadderRung:
-    """One head on one synthetic language: what it could reach and what it reached."""
-
-    head: str
-    width: int
-    components: int
-    parameters: int
-    least_rank: int
-    """Least rank over the shift class of the learnt log-probabilities, on every context of the language."""
-    kl: float
-    """Mean over contexts of KL(truth || model), nats per token."""
-    floor: float
-    """The lowest KL found for any softmax of this width, with free context vectors, nats per token."""
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ladder:
-    """The rank ladder: softmax below, at and above a known rank, and high-rank heads at the small width."""
-
-    kind: typing.ClassVar[str] = "ladder"
-    version: typing.ClassVar[int] = 1
-
-    contexts: int
-    vocabulary: int
-    least_rank: int
-    """Least rank of the language itself, by construction."""
-    small_width: int
-    steps: int
-    entropy: float
-    """Entropy of the truth, nats per token: the loss that no model goes under."""
-    rungs: tuple[LadderRung, ...]
-
-
-KINDS: dict[str, type] = {Ladder.kind: Ladder}
 
 
 def provenance(*, seed: int | None, device: str) -> Provenance:
@@ -99,7 +64,7 @@ def provenance(*, seed: int | None, device: str) -> Provenance:
 
 def _commit() -> str:
     """The commit of the source tree around this module, "+changes" if edited; "" outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return ""
     try:
@@ -118,12 +83,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 def save(record: Any, path: Path, made: Provenance) -> None:
     """Write a record whole or not at all."""
-    document = {
-        "kind": record.kind,
-        "version": record.version,
-        "made": _plain(made),
-        "data": _plain(record),
-    }
+    document = {"kind": record.kind, "version": record.version, "made": _plain(made), **_plain(record)}
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
@@ -137,8 +97,8 @@ def load(path: Path) -> tuple[Any, Provenance]:
         raise FullrankError(f"{path} cannot be read ({error.strerror}): pass a results file") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise FullrankError(f"{path} is not JSON ({error}): run the command that wrote it again") from error
-    if not isinstance(document, dict) or not {"kind", "version", "made", "data"} <= document.keys():
-        raise FullrankError(f"{path} is not a fullrank result: it lacks kind, version, made or data")
+    if not isinstance(document, dict) or not {"kind", "version", "made"} <= document.keys():
+        raise FullrankError(f"{path} is not a fullrank result: it lacks kind, version or made")
     cls = KINDS.get(str(document["kind"]))
     if cls is None:
         raise FullrankError(f"{path} holds a {document['kind']!r}, this version reads {', '.join(KINDS)}")
@@ -148,7 +108,8 @@ def load(path: Path) -> tuple[Any, Provenance]:
             f"{cls.version}: run the command that wrote it again"  # type: ignore[attr-defined]
         )
     try:
-        return _build(cls, document["data"]), _build(Provenance, document["made"])
+        fields = {key: value for key, value in document.items() if key not in ("kind", "version", "made")}
+        return _build(cls, fields), _build(Provenance, document["made"])
     except (KeyError, TypeError, ValueError) as error:
         raise FullrankError(
             f"{path} does not hold the fields of a {document['kind']!r} ({error}): run its command again"
@@ -209,7 +170,7 @@ def _build(cls: type[Record], data: Any) -> Record:
 def _value(hint: Any, data: Any) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        if data is None:
+        if data is None and type(None) in arguments:
             return None
         return _value(next(item for item in arguments if item is not type(None)), data)
     if origin is tuple:
