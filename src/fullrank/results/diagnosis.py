@@ -1,7 +1,7 @@
 """The record of a diagnosis: one field a question, None where the question was not asked or not finished.
 
 Losses are in nats per token unless a name says otherwise. An `Estimate` is a value with its 95% interval over
-text blocks (and seeds, where there are several). docs/results.md explains every field for readers of the JSON.
+text blocks (and seeds, where there are several). docs/results.md explains the fields for readers of the JSON.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class HeadFit:
     loss: Estimate
     """Held-out nats per token, mean over seeds."""
     gain: Estimate
-    """Loss of the refitted softmax minus this one's, on the same tokens: what the head buys, nats per token."""
+    """Loss of the refitted softmax minus this one's on the same tokens: what the head buys, nats a token."""
     gain_over_equal: Estimate
     """The same against softmax_equal."""
     gain_by_seed: tuple[float, ...]

@@ -93,4 +93,4 @@ class Series:
     scaling_reason: str
     """Why there is no scaling fit; "" where there is one."""
     controls: tuple[str, ...]
-    """Sentences on models that differ in one thing only, such as batch size, where the data hold such pairs."""
+    """Sentences on models that differ in one thing only, such as batch size, where there are such pairs."""
