@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ from scipy.spatial import ConvexHull
 
 from fullrank.errors import FullrankError
 from fullrank.theory.argmax import ArgmaxReport, unargmaxable
+from fullrank.theory.argmax_search import MARGIN, Search
+from fullrank.theory.linear_program import equal_rows, standardise
 
 
 def check_proofs(weight: np.ndarray, bias: np.ndarray | None, report: ArgmaxReport) -> None:
@@ -193,6 +197,105 @@ def test_the_time_limit_leaves_tokens_undecided_and_progress_is_told() -> None:
     unargmaxable(weight, progress=lambda *event: told.append(event))
     assert told[0] == ("screen", 0, 400)
     assert told[-1] == ("programs", 49, 50)
+
+
+def narrow(weight: np.ndarray) -> Search:
+    """The distinct rows after the screen in a subspace, with its witnesses."""
+    search = Search(np.unique(weight, axis=0), None, keep=True, deadline=math.inf, progress=None)
+    left = search.narrow(np.arange(len(search.argmaxable)))
+    assert (left == np.flatnonzero(~search.argmaxable)).all()
+    return search
+
+
+def check_leads(search: Search) -> None:
+    """Every token that the subspace proved leads from its witness by what counts, in fp64 and on W itself."""
+    weight = search.weight.numpy()
+    assert search.witnesses is not None
+    assert (np.isnan(search.witnesses).any(axis=1) == ~search.argmaxable).all()
+    for token in np.flatnonzero(search.argmaxable):
+        state = search.witnesses[token]
+        logits = weight @ state
+        lead = logits[token] - np.delete(logits, token).max()
+        assert lead > MARGIN * np.linalg.norm(weight, axis=1).max() * np.linalg.norm(state)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    V=st.integers(2, 90),
+    D=st.sampled_from([1, 3, 12, 80]),
+    norms=st.sampled_from([0.0, 0.5, 4.0]),
+    condition=st.sampled_from([0, 3, 7]),
+    mean=st.sampled_from([0.0, 1.0, 1e4]),
+    equals=st.booleans(),
+)
+def test_what_a_subspace_proves_is_true(
+    seed: int, V: int, D: int, norms: float, condition: int, mean: float, equals: bool
+) -> None:
+    generator = np.random.default_rng(seed)
+    weight = generator.normal(size=(V, D)) * np.exp(norms * generator.normal(size=(V, 1)))
+    weight = weight * np.logspace(0, condition, D) @ generator.normal(size=(D, D)) + mean
+    if equals:
+        weight[V // 2 :] = weight[: V - V // 2]
+    if len(np.unique(weight, axis=0)) > 1:
+        check_leads(narrow(weight))
+
+
+@pytest.mark.parametrize("D", [8, 100])
+def test_a_subspace_in_single_precision_does_not_take_a_near_tie_for_a_lead(D: int) -> None:
+    # Of each pair the second row leads the first one, from the first one's point, by less than fp32 can tell.
+    generator = np.random.default_rng(D)
+    first = generator.normal(size=(400, D))
+    search = narrow(np.concatenate([first, first * (1 + 3e-8 * generator.uniform(size=(400, 1)))]))
+    check_leads(search)
+    assert not search.argmaxable.any()
+    # Where fp32 can tell, it does: the longer row of a pair leads, the shorter does not.
+    rows = np.concatenate([first, 1.01 * first])
+    search = narrow(rows)
+    check_leads(search)
+    longer = np.linalg.norm(search.weight.numpy(), axis=1) > 1.005 * np.linalg.norm(first, axis=1).min()
+    assert not search.argmaxable[~longer].any()
+    assert search.argmaxable.sum() >= (0.9 * 400 if D == 100 else 1)
+
+
+def test_a_subspace_settles_most_tokens_of_a_wide_matrix() -> None:
+    weight = planted(8, 900, 150, inside=30)
+    search = narrow(weight)
+    check_leads(search)
+    assert search.argmaxable.sum() > 0.95 * 870
+    report = unargmaxable(weight, witnesses=True)
+    assert report.never == tuple(range(870, 900))
+    check_proofs(weight, None, report)
+
+
+@pytest.mark.parametrize("condition", [1, 50, 5e3, 1e6, 1e10])
+def test_standard_coordinates_are_those_of_an_svd(condition: float) -> None:
+    # Through the Gram matrix once (to 100), twice (to 1e4) and an SVD: equal up to a rotation, so in Z Z'.
+    generator = np.random.default_rng(0)
+    left = np.linalg.qr(generator.normal(size=(200, 9)) - 0.1)[0]
+    weight = left * np.geomspace(1, 1 / condition, 9) @ np.linalg.qr(generator.normal(size=(9, 9)))[0]
+    points = standardise(weight)
+    centred = weight - weight.mean(axis=0)
+    basis = np.linalg.svd(centred, full_matrices=False)[0]
+    assert points.rows.shape == (200, 9)
+    np.testing.assert_allclose(points.rows.T @ points.rows / 200, np.eye(9), atol=1e-12)
+    # The smallest directions are as exact as the given numbers are, a rounding times the condition number.
+    allowed = 1e-12 + 1e-14 * condition
+    np.testing.assert_allclose(points.rows @ points.rows.T / 200, basis @ basis.T, atol=allowed)
+    np.testing.assert_allclose(centred @ points.basis, points.rows, atol=200 * allowed)
+
+
+@pytest.mark.parametrize("collide", [False, True])
+def test_equal_rows_share_a_number_and_only_they(collide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if collide:  # every row has the same key
+        monkeypatch.setattr(np, "einsum", lambda _, rows, factors: np.zeros(len(rows), dtype=np.uint64))
+    rows = np.random.default_rng(0).integers(-1, 2, size=(300, 5)).astype(np.float64)
+    rows[::7] *= -1  # makes negative zeros
+    _, truth = np.unique(rows + 0.0, axis=0, return_inverse=True)
+    found = equal_rows(rows)
+    assert ((found[:, None] == found) == (truth[:, None] == truth)).all()
+    rows[0] = np.nextafter(rows[1], 2)
+    assert equal_rows(rows)[0] not in equal_rows(rows)[1:]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from scipy.spatial import ConvexHull
 
 from fullrank.errors import FullrankError
+from fullrank.theory import capacity
 from fullrank.theory.capacity import is_free, top_m_capacity
+from fullrank.theory.capacity_search import WitnessSearch, level_states
+from fullrank.theory.linear_program import standardise
 
 
 def moment_curve(V: int, D: int) -> np.ndarray:
@@ -144,6 +147,101 @@ def test_gaussian_rows_follow_the_weak_threshold() -> None:
     # Donoho and Tanner's weak threshold for the simplex at D/V = 1/2 is 0.558 D.
     report = top_m_capacity(np.random.default_rng(0).normal(size=(120, 60)), samples=15)
     assert abs(report.capacity / 60 - 0.558) < 0.05
+
+
+def gaussian(seed: int, V: int, D: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(V, D))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [moment_curve(40, 6), gaussian(0, 300, 12), gaussian(1, 120, 40), 1e3 + gaussian(2, 500, 24) ** 3],
+    ids=["moment curve", "tall", "square", "heavy tails and a mean"],
+)
+def test_searched_sizes_never_exceed_the_exact_ones_and_come_near(weight: np.ndarray) -> None:
+    exact = top_m_capacity(weight, samples=6)
+    searched = top_m_capacity(weight, samples=6, exact=False)
+    assert exact.exact
+    assert not searched.exact
+    assert all(low <= size for low, size in zip(searched.sizes, exact.sizes, strict=True))
+    assert sum(searched.sizes) >= 0.9 * sum(exact.sizes)
+    assert searched.capacity <= exact.capacity
+
+
+def test_a_witness_holds_its_set_level_above_all_others() -> None:
+    weight = 5 + gaussian(4, 400, 30)
+    points = standardise(weight)
+    search = WitnessSearch(points.rows)
+    order = np.random.default_rng(0).permutation(400)
+    found = 0
+    for m in range(1, 8):
+        level = level_states(points.rows, order[:m])
+        assert level is not None
+        state = search.find(level)
+        if state is None:
+            continue
+        found += 1
+        # On the given rows: one common logit on the set, and every other one lower.
+        logits = weight @ (points.basis @ state)
+        inside, outside = logits[order[:m]], np.delete(logits, order[:m])
+        assert np.ptp(inside) < 1e-9
+        assert outside.max() < inside.min() - 1e-8
+        # A state far from the level is none, also where the other rows score less than one.
+        assert search.is_witness(level, state)
+        assert not search.is_witness(level, 0 * state)
+        assert not search.is_witness(level, 2 * state)
+        assert not search.is_witness(level, state + 0.5 * points.rows[order[0]])
+    assert found >= 4
+
+
+def test_a_search_finds_nothing_where_there_is_nothing() -> None:
+    V, D = 40, 6
+    points = standardise(moment_curve(V, D))
+    search = WitnessSearch(points.rows)
+    met = {True: 0, False: 0}
+    for tokens in orderings(5, V, 4, samples=12):
+        level = level_states(points.rows, tokens)
+        assert level is not None
+        truth = is_cyclic_face(tokens, V, D)
+        assert (search.find(level) is not None) == truth
+        met[truth] += 1
+    assert min(met.values()) > 0
+
+
+def test_a_search_before_the_programs_changes_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = gaussian(6, 200, 16)
+    plain = top_m_capacity(weight, samples=4)
+    solved: list[int] = []
+    sinks = capacity._sinks
+    monkeypatch.setattr(capacity, "_sinks", lambda *given: (solved.append(1), sinks(*given))[1])
+    top_m_capacity(weight, samples=4)
+    without = len(solved)
+    monkeypatch.setattr(capacity, "_SEARCH_FROM", 1)
+    solved.clear()
+    searched = top_m_capacity(weight, samples=4)
+    assert searched.sizes == plain.sizes
+    assert searched.undecided == plain.undecided == 0
+    assert len(solved) < without
+
+
+def test_the_time_limit_keeps_the_orderings_that_were_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = gaussian(7, 100, 12)
+    whole = top_m_capacity(weight, samples=6)
+    for exact in (True, False):
+        none = top_m_capacity(weight, samples=6, exact=exact, time_limit=0.0)
+        assert (none.sizes, none.undecided, none.capacity) == ((0,), 1, 0)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(capacity.time, "monotonic", lambda: float(next(ticks)))
+    lengths = set()
+    for limit in range(1, 40):
+        part = top_m_capacity(weight, samples=6, time_limit=limit)
+        lengths.add(len(part.sizes))
+        if len(part.sizes) > 1:
+            assert part.sizes == whole.sizes[: len(part.sizes)]
+        elif part.sizes != whole.sizes[:1]:
+            assert part.sizes[0] < whole.sizes[0]
+            assert part.undecided == 1
+    assert {1, 2, 3} <= lengths
 
 
 @pytest.mark.parametrize(

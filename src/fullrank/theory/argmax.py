@@ -14,8 +14,9 @@ v_i > 1: the optimal x is a witness, and token i leads from it.
 v_i < 1: the multipliers λ >= 0 of the program certify z_i = Σ λ_j z_j with Σ λ_j = v_i, so z_i lies inside
 the hull, at depth 1 - v_i on the ray from the mean. v_i = 1: on the boundary, where a tie is the best.
 
-Both answers are checked apart from the solver. A witness counts if, with the given W and b in fp64, token i
-leads by more than `margin` (max_j |w_j| |h| + max_j |b_j|), thousands of times the rounding of that product.
+Both answers are checked apart from the solver. A witness counts if, with the given W and b, token i leads by
+more than `margin` (max_j |w_j| |h| + max_j |b_j|), thousands of times the rounding of that product in fp64;
+one found in fp32 must lead by all that fp32 can err on top of it.
 A certificate with residual e = z_i - Σ λ_j z_j counts if |e| <= (1 - v)(1/reach - |e|): then (1) of
 `linear_program` gives z_i·x <= max_j z_j·x for every x in spite of e. Rows that are equal to the last bit
 are exact: of equal rows only the one with strictly the highest bias can lead. What is neither, within about
@@ -184,11 +185,12 @@ def _beaten_by_equals(weight: Array, bias: Array | None) -> tuple[Indices, dict[
     height = np.zeros(len(weight)) if bias is None else bias
     order = np.lexsort((-height, group))
     starts = np.flatnonzero(np.r_[True, np.diff(group[order]) != 0])
+    ends = np.r_[starts[1:], len(order)]
     beaten = {}
-    for equals in np.split(order, starts[1:]):
-        leader, *rest = equals.tolist()
+    for several in np.flatnonzero(ends - starts > 1):
+        leader, *rest = order[starts[several] : ends[several]].tolist()
         beats = dict.fromkeys(rest, leader)
-        if rest and height[rest[0]] == height[leader]:
+        if height[rest[0]] == height[leader]:
             beats[leader] = rest[0]
         for token, rival in beats.items():
             beaten[token] = Certificate(token=token, rivals=(rival,), weights=(1.0,), depth=0.0, residual=0.0)

@@ -22,19 +22,26 @@ A face's subsets are faces. So along an ordering of tokens the first m are free 
 and not beyond it, found by bisection, and one ordering gives a whole curve: the share of orderings with
 critical size >= m estimates the share of m-sets that are free. For Gaussian W this is the weak threshold
 of Donoho and Tanner (2005) for projected simplices, about D / (2 log(V / D)) for V much above D.
+
+A program of hundreds of unknowns takes half a minute. `capacity_search` looks for the h that proves v < 1
+without one, in about a second. It cannot prove v > 1, so alone it gives lower bounds of the critical sizes
+(`exact=False`); before the programs it leaves them little more than one size an ordering.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fullrank.errors import FullrankError
+from fullrank.theory.capacity_search import Level, WitnessSearch, level_states
 from fullrank.theory.linear_program import (
     SOLVER_TOLERANCE,
     TOLERANCE,
@@ -48,6 +55,9 @@ from fullrank.theory.linear_program import (
 
 Indices = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+# From this rank on a search for witnesses before the programs pays off: at V = 20,000 it is even at 256, and
+# at V = 49152, D = 576 three times faster.
+_SEARCH_FROM = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +84,10 @@ class CapacityReport:
     sizes: tuple[int, ...]
     """For each ordering, the largest m whose first m tokens are proved free."""
     undecided: int
-    """Orderings whose next size after it is within 1e-7 of the boundary, not proved either way."""
+    """Orderings whose next size is not proved either way: within 1e-7 of the boundary, out of time, or,
+    without programs, not found free."""
+    exact: bool
+    """Whether programs decided what a search left open; else sizes and capacity are lower bounds."""
     seconds: float
 
     def free_share(self, m: int) -> Share:
@@ -96,6 +109,8 @@ def top_m_capacity(
     samples: int = 32,
     share: float = 0.5,
     seed: int = 0,
+    exact: bool = True,
+    time_limit: float | None = None,
 ) -> CapacityReport:
     """The largest m for which at least `share` of the sets of m tokens are free.
 
@@ -106,6 +121,9 @@ def top_m_capacity(
         samples: orderings to draw where none are given.
         share: the share of orderings that must be free at m.
         seed: of the draw.
+        exact: solve linear programs for what a search for witnesses leaves open; else sizes are lower bounds.
+        time_limit: seconds after which no further size is tried. The report then has the orderings finished
+            so far, or the first one as far as it was proved. A program being solved is not interrupted.
     """
     started = time.monotonic()
     matrix = as_matrix(weight)
@@ -123,13 +141,29 @@ def top_m_capacity(
         chosen = np.stack([generator.permutation(V)[:length] for _ in range(samples)])
     else:
         chosen = _as_orders(orders, V, dimensions=2)
+    deadline = math.inf if time_limit is None else started + time_limit
+    search = None if exact and rank < _SEARCH_FROM else WitnessSearch(points.rows, deadline)
     sizes: list[int] = []
     undecided = 0
+    # The threshold of a Gaussian matrix, and then the last ordering's size, is the best guess.
+    guess = int(rank / (1 + 2 * math.log(V / rank))) if rank else 1
     for order in chosen:
-        # The last ordering's size is the best guess for the next one's.
-        size, open_end = _critical_size(points, twin, order, guess=sizes[-1] if sizes else rank // 8)
-        sizes.append(size)
-        undecided += open_end
+        low = 0
+        if search is not None:
+            found = functools.partial(_is_found, search, points, twin)
+            # Long steps, so that a time limit leaves little below the end.
+            bracket = _bracket(found, order, 0, guess, max(1, guess // 8), deadline)
+            low, guess = bracket.low, bracket.low + 1
+        if exact:
+            proved = functools.partial(_is_free, points, twin)
+            bracket = _bracket(proved, order, low, guess, 1, deadline)
+        # A search that the deadline cut short ends like one that found nothing.
+        finished = bracket.high - bracket.low == 1 and (exact or time.monotonic() <= deadline)
+        if sizes and not finished:
+            break
+        sizes.append(bracket.low)
+        undecided += bracket.is_open
+        guess = bracket.low
     longest = chosen.shape[1]
     counts = [_wilson(sum(size >= m for size in sizes), len(sizes)) for m in range(1, longest + 1)]
     return CapacityReport(
@@ -140,6 +174,7 @@ def top_m_capacity(
         share=share,
         sizes=tuple(sizes),
         undecided=undecided,
+        exact=exact,
         seconds=time.monotonic() - started,
     )
 
@@ -168,24 +203,40 @@ def _as_orders(tokens: torch.Tensor | Indices, vocabulary: int, dimensions: int)
     return ids
 
 
-def _critical_size(points: StandardPoints, twin: Flags, order: Indices, guess: int) -> tuple[int, bool]:
-    """The largest m whose first m tokens are proved free, and whether m + 1 is undecided."""
-    low, high = 0, len(order) + 1
-    answers: dict[int, bool | None] = {}
-    step, probe = 1, min(max(1, guess), len(order))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Bracket:
+    """What is known of an ordering: its first `low` tokens are free, its first `high` ones are not."""
+
+    low: int
+    high: int
+    is_open: bool
+    """Whether `high` is not proved, or there are sizes between the two."""
+
+
+def _bracket(
+    is_free: Callable[[Indices], bool | None],
+    order: Indices,
+    low: int,
+    guess: int,
+    step: int,
+    deadline: float,
+) -> _Bracket:
+    """Look for the critical size above low, which is known to be free, until the deadline."""
+    high, is_open = len(order) + 1, False
+    probe = min(max(1, guess), len(order))
     # Gallop from the guess until the size is bracketed, then halve.
-    while high - low > 1:
-        answers[probe] = _is_free(points, twin, order[:probe])
-        if answers[probe]:
+    while high - low > 1 and time.monotonic() <= deadline:
+        answer = is_free(order[:probe])
+        if answer:
             low = probe
             probe = low + step
         else:
-            high = probe
+            high, is_open = probe, answer is None
             probe = high - step
         step *= 2
         if not low < probe < high:
             probe = (low + high) // 2
-    return low, high in answers and answers[high] is None
+    return _Bracket(low=low, high=high, is_open=is_open or high - low > 1)
 
 
 def _has_equal(weight: Array) -> Flags:
@@ -193,28 +244,42 @@ def _has_equal(weight: Array) -> Flags:
     return np.bincount(group)[group] > 1
 
 
-def _is_free(points: StandardPoints, twin: Flags, tokens: Indices) -> bool | None:
+def _level(points: StandardPoints, twin: Flags, tokens: Indices) -> Level | bool:
+    """The states that hold the tokens level, or the answer where it takes no search among them."""
     if twin[tokens].any():
         # An equal row outside the set is on its face; inside, the set is not affinely independent.
         return False
-    rows = points.rows
-    (V, r), m = rows.shape, len(tokens)
+    (V, r), m = points.rows.shape, len(tokens)
     if m == V:
         # Nothing else to beat: only affine independence is left.
         return r == V - 1
     if m > r:
         return False
-    _, singular, right = np.linalg.svd(rows[tokens])
-    if singular[-1] <= 1e-12 * singular[0]:
+    level = level_states(points.rows, tokens)
+    if level is None:
         # Dependent, to rounding: not affinely independent, or level with the mean, which is on no face.
         return False
-    base = np.asarray(np.linalg.lstsq(rows[tokens], np.ones(m))[0], dtype=np.float64)
-    if np.linalg.norm(base) > (1 + TOLERANCE) * points.reach:
+    if np.linalg.norm(level.base) > (1 + TOLERANCE) * points.reach:
         # The shortest h with z_s·h = 1 is too long to have all z_j·h <= 1, by (1) of `linear_program`.
         return False
-    others = np.ones(V, dtype=bool)
+    return level
+
+
+def _is_found(search: WitnessSearch, points: StandardPoints, twin: Flags, tokens: Indices) -> bool | None:
+    """Whether the tokens are free, as far as a search can tell: None where it finds no witness."""
+    level = _level(points, twin, tokens)
+    if isinstance(level, bool):
+        return level
+    return True if search.find(level) is not None else None
+
+
+def _is_free(points: StandardPoints, twin: Flags, tokens: Indices) -> bool | None:
+    level = _level(points, twin, tokens)
+    if isinstance(level, bool):
+        return level
+    others = np.ones(len(points.rows), dtype=bool)
     others[tokens] = False
-    return _sinks(rows[others], base, right[m:].T, points.reach)
+    return _sinks(points.rows[others], level.base, level.null, points.reach)
 
 
 def _sinks(others: Array, base: Array, null: Array, reach: float) -> bool | None:

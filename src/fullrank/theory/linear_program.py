@@ -114,11 +114,7 @@ def standardise(weight: Array, bias: Array | None = None) -> StandardPoints:
     """Standard coordinates of the rows of weight [V, D] and, where it adds a dimension, of the bias [V]."""
     V, D = weight.shape
     mean = weight.mean(axis=0)
-    left, singular, right = torch.linalg.svd(torch.from_numpy(weight - mean), full_matrices=False)
-    floor = float(singular[0]) * max(V, D) * np.finfo(np.float64).eps if V > 1 else np.inf
-    rank = int((singular > floor).sum())
-    rows = left[:, :rank].numpy() * np.sqrt(V)
-    basis = (right[:rank].T / singular[:rank]).numpy() * np.sqrt(V)
+    rows, basis = _whiten(torch.from_numpy(weight - mean))
     shift, strength, spread = np.zeros(D), 0.0, 0.0
     if bias is not None:
         centred = bias - bias.mean()
@@ -141,12 +137,49 @@ def standardise(weight: Array, bias: Array | None = None) -> StandardPoints:
     )
 
 
+def _whiten(centred: torch.Tensor) -> tuple[Array, Array]:
+    """Points [V, r] of covariance 1 and the map [D, r] that makes them from centred rows [V, D].
+
+    Through the Gram matrix, ten times faster than an SVD. That errs by the squared condition number times a
+    rounding: nothing to speak of where the number is below 100, as of trained matrices; below 1e4 a second
+    pass over the points removes what the first one left; beyond, an SVD.
+    """
+    V, D = centred.shape
+    if V > 4 * D:
+        map_ = torch.eye(D, dtype=torch.float64)
+        points, least = centred, 1e-8
+        for _ in range(2):
+            values, vectors = torch.linalg.eigh(points.T @ points / V)
+            if values[0] <= least * values[-1]:
+                break
+            map_ = map_ @ (vectors / values.sqrt())
+            points = centred @ map_
+            if values[0] > 1e-4 * values[-1]:
+                return points.numpy(), map_.numpy()
+            least = 0.5  # the second pass only corrects
+    left, singular, right = torch.linalg.svd(centred, full_matrices=False)
+    floor = float(singular[0]) * max(V, D) * np.finfo(np.float64).eps if V > 1 else np.inf
+    rank = int((singular > floor).sum())
+    return (
+        left[:, :rank].numpy() * np.sqrt(V),
+        (right[:rank].T / singular[:rank]).numpy() * np.sqrt(V),
+    )
+
+
 def equal_rows(weight: Array) -> NDArray[np.int64]:
     """A number for each row [V]: rows that are equal to the last bit, and only they, share one."""
-    # Adding zero makes -0.0 and 0.0 the same bytes; a row as one opaque value sorts fast.
+    # Adding zero makes -0.0 and 0.0 the same bytes.
     rows = np.ascontiguousarray(weight + 0.0)
-    opaque = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1])))[:, 0]
-    return np.unique(opaque, return_inverse=True)[1]
+    V, D = rows.shape
+    # Integers wrap around but do not round, so equal rows have equal keys; the few rows that share a key are
+    # compared byte by byte.
+    factors = np.random.default_rng(0).integers(2**63, size=D, dtype=np.uint64) * 2 + 1
+    key = np.einsum("vd,d->v", rows.view(np.uint64), factors)
+    _, group, counts = np.unique(key, return_inverse=True, return_counts=True)
+    suspects = np.flatnonzero(counts[group] > 1)
+    opaque = rows[suspects].view(np.dtype((np.void, rows.itemsize * D)))[:, 0]
+    group[suspects] = V + np.unique(opaque, return_inverse=True)[1]
+    return group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
