@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from fullrank.errors import FullrankError
 from fullrank.report import charts
-from fullrank.report.dots import DARK, NARROW, SMALLEST_DRAWN, WIDE, LogAxis
+from fullrank.report.dots import SMALLEST_DRAWN, LogAxis
 from fullrank.report.picture import printable, svg
+from fullrank.report.theme import DARK, NARROW, WIDE
 from fullrank.results import Ladder, LadderRung
 
 FIELDS = [field.name for field in dataclasses.fields(LadderRung)]

@@ -1,4 +1,4 @@
-"""`fullrank report`: draw the page of a results.json again."""
+"""`fullrank report`: draw the page of a results.json again, or of several diagnoses side by side."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import tyro
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Draw report.html again from the results.json that a command wrote."""
+    """Draw report.html again from the results.json that a command wrote.
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Directory that holds results.json."""
+    With several diagnoses, draw one page that shows the models side by side."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Directories that hold a results.json, or such files: one, or several diagnoses."""
+
+    out: Path | None = None
+    """Page to write: report.html beside the results of one run, comparison.html here for several."""
 
 
 def report(options: Report) -> None:
@@ -22,8 +27,39 @@ def report(options: Report) -> None:
 
     from fullrank import report as page
     from fullrank import results
+    from fullrank.errors import FullrankError
 
-    record, made = results.load(options.run / "results.json")
-    target = options.run / "report.html"
-    page.write(record, made, target)
-    Console().print(f"page {target}", highlight=False)
+    if not options.runs:
+        raise FullrankError("got no results: pass a directory that holds results.json")
+    files = [_results_file(run) for run in options.runs]
+    loaded = [results.load(file) for file in files]
+    if len(files) == 1:
+        target = options.out or files[0].with_name("report.html")
+        _check_target(target)
+        page.write(*loaded[0], target)
+    else:
+        for file, (record, _) in zip(files, loaded, strict=True):
+            if record.kind != results.Diagnosis.kind:
+                raise FullrankError(
+                    f"{file} holds a {record.kind!r}, only diagnoses can stand side by side: leave it out, "
+                    f"or draw it alone with `fullrank report {file.parent}`"
+                )
+        target = options.out or Path("comparison.html")
+        _check_target(target)
+        page.write_comparison([record for record, _ in loaded], [made for _, made in loaded], target)
+    Console().print(f"page {target}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _results_file(run: Path) -> Path:
+    # A name that ends in .json is a file, also where it is missing: the error then names what was asked for.
+    return run if run.suffix == ".json" and not run.is_dir() else run / "results.json"
+
+
+def _check_target(target: Path) -> None:
+    from fullrank.errors import FullrankError
+
+    if target.is_dir():
+        raise FullrankError(f"{target} is a directory: pass the page's file to --out, as {target}/page.html")
+    # The one mistake that would cost more than a page.
+    if target.suffix == ".json":
+        raise FullrankError(f"{target} looks like a results file: pass a name that ends in .html to --out")

@@ -16,16 +16,13 @@ from typing import Any
 
 from fullrank.errors import FullrankError
 from fullrank.report.dots import SMALLEST_DRAWN, WIDE, LogAxis, Row, dots
+from fullrank.report.figures import number
 from fullrank.report.picture import Specification, printable, svg
+from fullrank.report.text import shown
 from fullrank.results import Ladder, LadderRung
 
 # Low-rank and mixture-of-contexts heads are one softmax over one context row, so the width bounds their rank.
 SOFTMAX_HEADS = ("softmax", "low_rank", "moc")
-
-
-def number(value: float) -> str:
-    """A figure in four significant digits."""
-    return f"{value:.4g}"
 
 
 def ladder_kl(record: Ladder, *, width: int = WIDE) -> Specification:
@@ -136,8 +133,9 @@ def _rows(record: Ladder) -> list[Row]:
 
 def label(rung: LadderRung) -> str:
     """A rung in a few words."""
-    head = " ".join(printable(rung.head).split())
-    return f"{head}, width {rung.width}" + (f", K = {rung.components}" if rung.components > 1 else "")
+    return f"{shown(rung.head)}, width {rung.width}" + (
+        f", K = {rung.components}" if rung.components > 1 else ""
+    )
 
 
 def _labels(rungs: Iterable[LadderRung]) -> Iterator[str]:

@@ -16,26 +16,21 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fullrank.report.picture import Specification, missing
+from fullrank.report.theme import (
+    HIGH_RANK_COLOUR,
+    INK,
+    MUTED,
+    REFERENCE,
+    SOFTMAX_COLOUR,
+    WIDE,
+    configuration,
+)
 
 if TYPE_CHECKING:
     import altair
 
 Row = dict[str, Any]
 
-# Okabe and Ito's blue and vermilion: apart for every common colour blindness. Shapes differ too.
-SOFTMAX_COLOUR, HIGH_RANK_COLOUR = "#0072b2", "#d55e00"
-INK, MUTED, REFERENCE, GRID = "#1f2328", "#59636e", "#454c54", "#d8dee4"
-# What each colour becomes on a dark page. Every colour that a chart uses stands here.
-DARK = {
-    SOFTMAX_COLOUR: "#56b4e9",
-    HIGH_RANK_COLOUR: "#f28e4b",
-    INK: "#e6e8eb",
-    MUTED: "#a3acb6",
-    REFERENCE: "#c3cad1",
-    GRID: "#343b43",
-}
-
-WIDE, NARROW = 760, 350
 ROW_HEIGHT = 26
 LETTER_WIDTH, LABEL_PADDING = 7.0, 10
 # Less than this many nats per token separates no two models in practice.
@@ -180,50 +175,10 @@ def dots(
         .mark_text(**{**figures, "color": MUTED, "fontSize": 11})
         .encode(y=altair.value(-8), **column)
     )
-    drawn = (
-        altair.layer(*layers)
-        .properties(width=width, height=ROW_HEIGHT * len(rows), autosize=altair.AutoSizeParams(type="fit-x"))
-        .configure(
-            background="transparent",
-            font="sans-serif",
-            padding={"left": 2, "right": 2, "top": 4, "bottom": 4},
-        )
-        .configure_view(stroke=None)
-        .configure_text(fontSize=12)
-        .configure_axis(
-            labelColor=INK,
-            titleColor=MUTED,
-            tickColor=GRID,
-            domainColor=GRID,
-            gridColor=GRID,
-            labelFontSize=12,
-            titleFontSize=12,
-            titleFontWeight="normal",
-            titlePadding=10,
-        )
-        .configure_axisY(grid=False)
-        .configure_legend(
-            labelColor=INK,
-            labelFontSize=12,
-            symbolOpacity=1,
-            symbolSize=50,
-            offset=18,
-            columnPadding=20,
-            padding=0,
-        )
-        .configure_title(
-            anchor="start",
-            frame="group",
-            color=INK,
-            fontSize=16,
-            fontWeight="bold",
-            offset=14,
-            subtitleColor=MUTED,
-            subtitleFontSize=12,
-            subtitlePadding=6,
-        )
+    drawn = altair.layer(*layers).properties(
+        width=width, height=ROW_HEIGHT * len(rows), autosize=altair.AutoSizeParams(type="fit-x")
     )
-    return drawn.to_dict()
+    return {**drawn.to_dict(), "config": configuration()}
 
 
 def _spans(points: list[Row]) -> list[Row]:

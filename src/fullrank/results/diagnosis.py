@@ -200,7 +200,11 @@ class LogprobRank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankPoint:
-    """Held-out loss with an output matrix of one rank."""
+    """Held-out loss with an output matrix of one rank.
+
+    Intervals are those of the difference to the curve's control, the original matrix or the r = D refit: how
+    hard the text is in all adds nothing to a comparison on the same tokens.
+    """
 
     rank: int
     truncated: Estimate
@@ -225,7 +229,8 @@ class RankNeeded:
     truncated_knee: Estimate
     """The same for the truncated curve against the original matrix."""
     still_falling: bool
-    """Whether the knee's interval reaches D: more width could help as well."""
+    """Whether the loss still falls from the last refitted rank below D to D, and the need may lie between:
+    then more width could help as well."""
     slope: Estimate
     """Nats per token that the last doubling of the rank bought."""
 

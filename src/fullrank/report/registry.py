@@ -1,0 +1,51 @@
+"""Which page shows which kind of record, and how a page becomes a file.
+
+A new kind of record gets its page here: a function from the record to a `Page`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fullrank.errors import FullrankError
+from fullrank.report.diagnosis_page import comparison_page, diagnosis_page
+from fullrank.report.ladder_page import ladder_page
+from fullrank.report.page import Page, html
+from fullrank.report.series_page import series_page
+from fullrank.report.subject import names_of
+from fullrank.results import Diagnosis, Ladder, Provenance, Series, write_whole
+
+_PAGES: dict[str, Callable[[Any], Page]] = {
+    Ladder.kind: ladder_page,
+    Diagnosis.kind: diagnosis_page,
+    Series.kind: series_page,
+}
+
+
+def write(record: Any, made: Provenance, path: Path) -> None:
+    """Write the record's page, whole or not at all."""
+    write_whole(path, render(record, made))
+
+
+def render(record: Any, made: Provenance) -> str:
+    """The record's page as HTML."""
+    kind = getattr(record, "kind", type(record).__name__)
+    if kind not in _PAGES:
+        raise FullrankError(f"no page shows a {kind!r}, expected one of {', '.join(_PAGES)}")
+    return html(_PAGES[kind](record), {"": made})
+
+
+def write_comparison(records: Sequence[Any], made: Sequence[Provenance], path: Path) -> None:
+    """Write one page that shows several diagnoses side by side, whole or not at all."""
+    write_whole(path, render_comparison(records, made))
+
+
+def render_comparison(records: Sequence[Any], made: Sequence[Provenance]) -> str:
+    """Several diagnoses side by side as HTML."""
+    for record in records:
+        if not isinstance(record, Diagnosis):
+            kind = getattr(record, "kind", type(record).__name__)
+            raise FullrankError(f"only diagnoses can stand side by side, got a {kind!r}: draw its page alone")
+    return html(comparison_page(records), dict(zip(names_of(records), made, strict=True)))
