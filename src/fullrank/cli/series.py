@@ -1,0 +1,128 @@
+"""`fullrank series`: metrics over training, as a table, results.json and report.html."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fullrank.results import Series as Record
+    from fullrank.results.series import Saturation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """See a run over training: every metric, whether its loss curve turned, and how it compares by size."""
+
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """A CSV file with the columns model, step and metrics; or checkpoint directories; or a hub model."""
+    out: Path = Path("runs/series")
+    """Directory for results.json and report.html."""
+    metric: str | None = None
+    """The metric to test; the first loss of the file where not given."""
+    revisions: tuple[str, ...] = ()
+    """Revisions of the hub model, such as step1000 step3000."""
+    text: tuple[Path, ...] = ()
+    """Text files on which checkpoints are measured."""
+    tokens_per_step: float | None = None
+    """Training tokens a step, for the scaling law; or give a column tokens."""
+    fit_from: float = 4e8
+    """The scaling law is fitted on models of at least so many parameters, and extrapolated to the others."""
+    seed: int = 0
+    """Seed of the simulations."""
+
+
+def series(options: Series) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from fullrank import report, results
+    from fullrank.diagnose import series as analysis
+
+    console = Console()
+    results.check_writable(options.out)
+    report.check_installed()
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("reading", total=1.0)
+        record = analysis.run(
+            options.sources,
+            metric=options.metric,
+            text=options.text,
+            revisions=options.revisions,
+            tokens_per_step=options.tokens_per_step,
+            fit_from=options.fit_from,
+            progress=lambda label, share: progress.update(task, description=label, completed=share),
+            seed=options.seed,
+        )
+    made = results.provenance(seed=options.seed, device="cpu")
+    results.save(record, options.out / "results.json", made)
+    report.write(record, made, options.out / "report.html")
+    console.print(table(record))
+    for line in findings(record):
+        console.print(line, highlight=False, markup=False)
+    for label, name in (("results", "results.json"), ("page", "report.html")):
+        console.print(f"{label:<8}{options.out / name}", highlight=False, markup=False)
+
+
+def table(record: Record) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    # Without inner lines, so that eight columns fit a terminal of 80.
+    drawn = Table(
+        title=f"Saturation of {escape(record.metric)}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    drawn.add_column("model", overflow="fold", min_width=10)
+    for header in ("shots", "best step", "best", "final", "lost % [95%]", "saturated", "p"):
+        drawn.add_column(header, justify="right", no_wrap=True, min_width=5)
+    for one in record.saturation:
+        drawn.add_row(
+            escape(one.model), "" if one.shots is None else str(one.shots), f"{one.best_step:,}",
+            f"{one.best_value:.4g}", f"{one.final_value:.4g}", escape(lost(one)), verdict(one),
+            "" if one.reason else f"{one.p_value:.2g}",
+        )  # fmt: skip
+    drawn.caption = (
+        f"Saturated: p < {record.level:g} for a curve that never turned, and at least "
+        f"{record.material_percent:g}% lost from the best checkpoint to the last."
+    )
+    drawn.caption_justify = "left"
+    return drawn
+
+
+def lost(one: Saturation) -> str:
+    low, high = one.interval
+    return f"{one.lost_percent:.1f}" + ("" if math.isnan(low) else f" [{low:.0f}, {high:.0f}]")
+
+
+def verdict(one: Saturation) -> str:
+    return "untested" if one.reason else "yes" if one.saturated else "no"
+
+
+def findings(record: Record) -> list[str]:
+    """What stands beside the table: controls, the scaling law or why there is none, and what was assumed."""
+    lines = list(record.controls)
+    fit = record.scaling
+    if fit is None:
+        lines.append(f"no scaling law: {record.scaling_reason}")
+    else:
+        gaps = [
+            f"{point.model} {point.final_gap_percent.value:+.1f}%" for point in fit.points if not point.fitted
+        ]
+        lines.append(
+            f"scaling law: A = {fit.A.value:.4g}, alpha = {fit.alpha.value:.3g}, E = {fit.E.value:.3g}; "
+            f"final loss of the models left out against it: {', '.join(gaps) or 'none was left out'}"
+        )
+    return [*lines, *record.notes, "cause is not shown: see the page"]
