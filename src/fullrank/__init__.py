@@ -6,6 +6,7 @@ the command line stay fast:
     fullrank.mixture_nll, fullrank.linear_logprob      exact losses, no N x V tensor
     fullrank.heads.build("mos", hidden=768, vocab=50257, components=4)
     fullrank.theory.least_rank(log_probs)
+    fullrank.diagnose.run("path/to/model")             everything about a model's output layer
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from fullrank.errors import FullrankError
 from fullrank.version import __version__
 
 if TYPE_CHECKING:
-    from fullrank import heads, ops, report, results, theory
+    from fullrank import diagnose, heads, ops, report, results, theory
     from fullrank.ops import linear_logprob, mixture_nll
 
-_ROOMS = ("heads", "ops", "report", "results", "theory")
+_ROOMS = ("diagnose", "heads", "ops", "report", "results", "theory")
 _OPERATIONS = ("linear_logprob", "mixture_nll")
 
 __all__ = [
     "FullrankError",
     "__version__",
+    "diagnose",
     "heads",
     "linear_logprob",
     "mixture_nll",

@@ -12,11 +12,18 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from fullrank.cli.demo import Demo, demo
+from fullrank.cli.diagnose import Diagnose, diagnose
 from fullrank.cli.report import Report, report
+from fullrank.cli.series import Series, series
 from fullrank.errors import FullrankError
 from fullrank.version import __version__
 
-COMMANDS: dict[type, Callable[[Any], None]] = {Demo: demo, Report: report}
+COMMANDS: dict[type, Callable[[Any], None]] = {
+    Diagnose: diagnose,
+    Series: series,
+    Report: report,
+    Demo: demo,
+}
 
 DESCRIPTION = """Measure and break the softmax bottleneck of language models.
 
@@ -38,7 +45,10 @@ def run(arguments: list[str]) -> int:
     import tyro
 
     options = tyro.cli(
-        Annotated[Demo, tyro.conf.subcommand("demo")] | Annotated[Report, tyro.conf.subcommand("report")],
+        Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
+        | Annotated[Series, tyro.conf.subcommand("series")]
+        | Annotated[Report, tyro.conf.subcommand("report")]
+        | Annotated[Demo, tyro.conf.subcommand("demo")],
         prog="fullrank",
         description=DESCRIPTION,
         args=arguments or ["--help"],

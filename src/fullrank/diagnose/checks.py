@@ -20,10 +20,11 @@ from fullrank.errors import FullrankError
 def device(name: str) -> None:
     """The device exists here."""
     try:
-        kind = torch.device(name).type
+        wanted = torch.device(name)
     except RuntimeError as error:
         raise FullrankError(f"{name!r} is no device that torch knows: give cpu, cuda or mps") from error
-    absent = (kind == "cuda" and not torch.cuda.is_available()) or (
+    kind = wanted.type
+    absent = (kind == "cuda" and (wanted.index or 0) >= torch.cuda.device_count()) or (
         kind == "mps" and not torch.backends.mps.is_available()
     )
     if absent:
@@ -134,7 +135,8 @@ def tokens(model: Any, tokenizer: Any) -> tuple[str, ...]:
     if not beyond:
         return ()
     return (
-        f"{count(beyond, 'special token')} of the tokenizer without a row in the output matrix: {some(beyond)}",
+        f"{count(beyond, 'special token')} of the tokenizer without a row in the output matrix: "
+        f"{some(beyond)}",
     )
 
 

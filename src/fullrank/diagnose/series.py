@@ -124,7 +124,7 @@ def _diagnosed(
     jobs, notes = _jobs(sources, revisions)
     if diagnose is None:
         # Late, so that curves from a file need no torch.
-        from fullrank.diagnose.run import run as diagnose
+        from fullrank.diagnose.diagnosis import run as diagnose
     assert diagnose is not None
     points: dict[tuple[str, str], list[tuple[int, float, float | None]]] = {}
     parameters: dict[str, float] = {}

@@ -60,7 +60,7 @@ class TextFacts:
 
     sources: tuple[str, ...]
     sha256: str
-    """Of the text, all files in order."""
+    """Of the text that was read, in order; of long files only the beginning is."""
     bytes: int
     """Of the part that was used."""
     tokens: int

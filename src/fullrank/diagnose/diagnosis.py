@@ -1,0 +1,405 @@
+"""A diagnosis from end to end: load, collect states, answer one question after the other.
+
+Each answer stands by itself: one that fails or is interrupted is listed in `missing` with its reason, and the
+others are kept. Nothing V wide and N long is ever made; `memory` bounds what is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullrank import results
+from fullrank.diagnose import (
+    anatomy,
+    anisotropy,
+    better_head,
+    collect,
+    findings,
+    frozen,
+    gradient,
+    logprob_rank,
+    loss,
+    rank_needed,
+    spectrum,
+    unreachable,
+)
+from fullrank.diagnose.loading import Loaded, load
+from fullrank.errors import FullrankError
+from fullrank.results.diagnosis import QUESTIONS, Diagnosis, Missing, TextFacts
+
+Progress = Callable[[str, float], None]
+
+NOT_ASKED = "not asked for"
+INTERRUPTED = "interrupted"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How much work a diagnosis does. The defaults take SmolLM2-135M four minutes on two cores."""
+
+    tokens: int = 6144
+    """Tokens of text to run the model on."""
+    window: int = 512
+    """Tokens a window: the longest context."""
+    memory: int = 2 << 30
+    """Bytes that states and buffers may take beside the model."""
+    heads: tuple[str, ...] = better_head.HEADS
+    components: int = 2
+    """Components of the mixtures."""
+    seeds: int = 2
+    """Fits of every head."""
+    rates: tuple[float, ...] = frozen.RATES
+    epochs: int = frozen.EPOCHS
+    refit: tuple[int, ...] = ()
+    """Ranks at which W = A B is refitted; a grid over the width if empty."""
+    search_seconds: float = 25.0
+    """Time for the search for unreachable tokens and the capacity."""
+    gradient_tokens: int = 512
+    seed: int = 0
+
+
+USUAL = Settings()
+
+QUICK = Settings(
+    tokens=3072,
+    heads=("mos",),
+    seeds=1,
+    rates=(0.06,),
+    search_seconds=12.0,
+    gradient_tokens=256,
+)
+"""A first look in ninety seconds: fewer tokens, one mixture, one learning rate, a shorter search."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C came after some questions were answered; `record` holds them."""
+
+    def __init__(self, record: Diagnosis) -> None:
+        super().__init__()
+        self.record = record
+
+
+def run(
+    model: Any = None,
+    *,
+    text: Sequence[Path | str] = (),
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    settings: Settings = USUAL,
+    out: Path | None = None,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    progress: Progress = lambda stage, share: None,
+) -> Diagnosis:
+    """Diagnose a model: a path, a hub name, a .gguf file, a `Loaded`, or the bundled model for None.
+
+    `text` are files, `only` and `skip` names of questions. States are kept under `out`, so that a second run
+    finds them; answers that an earlier run left there for the same model and text are kept where they are not
+    asked for again.
+    """
+    asked = chosen_questions(only, skip)
+    progress("loading the model", 0.0)
+    if isinstance(model, Loaded):
+        loaded = model
+    else:
+        loaded = load(
+            model,
+            revision=revision,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            dtype=dtype,
+            say=lambda message: progress(message, 0.0),
+        )
+    build = anatomy.examine(loaded)
+    windows = collect.tokenise(
+        loaded.tokenizer,
+        [Path(one) for one in text],
+        tokens=settings.tokens,
+        window=settings.window,
+        longest=anatomy.longest(loaded.model),
+    )
+    with _directory(out) as directory:
+        states = collect.collect(
+            loaded.model,
+            build,
+            windows,
+            directory,
+            memory=settings.memory,
+            progress=lambda share: progress("running the model", share),
+        )
+        tokenizer = loaded.tokenizer
+        if not isinstance(model, Loaded):
+            # The body has done its work, and its memory is better used for what follows.
+            build = dataclasses.replace(build, blocks=())
+            del loaded
+        answers = _Answers(build, states, settings, lambda token: _name(tokenizer, token))
+        return _answer(answers, windows, asked, _earlier(out, build, windows), progress)
+
+
+def chosen_questions(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
+    unknown = [name for name in (*only, *skip) if name not in QUESTIONS]
+    if unknown:
+        raise FullrankError(
+            f"no question is called {', '.join(unknown)}: expected some of {', '.join(QUESTIONS)}"
+        )
+    asked = tuple(name for name in QUESTIONS if (not only or name in only) and name not in skip)
+    if not asked:
+        raise FullrankError("--only and --skip leave no question: name at least one to answer")
+    return asked
+
+
+class _Answers:
+    """The questions over one model's states; what two of them share is made once."""
+
+    def __init__(
+        self,
+        build: anatomy.Anatomy,
+        states: collect.States,
+        settings: Settings,
+        name: Callable[[int], str],
+    ) -> None:
+        self.build, self.states, self.settings, self.name = build, states, settings, name
+        self.output = build.output
+        device = self.output.weight.device
+        self.hidden = states.hidden.to(device)
+        self.targets = states.targets.to(device)
+        # A quarter of the memory for one V-wide buffer: there are up to three, and the states.
+        self.limit = settings.memory // 4
+        self.parts = split(states)
+        self._setting: frozen.Setting | None = None
+
+    def setting(self) -> frozen.Setting:
+        if self._setting is None:
+            parts = [
+                frozen.Tokens(
+                    hidden=self.hidden[chosen.to(self.hidden.device)],
+                    targets=self.targets[chosen.to(self.hidden.device)],
+                    blocks=self.states.blocks[chosen].to(self.hidden.device),
+                )
+                for chosen in self.parts
+            ]
+            if min(len(part) for part in parts) < 32:
+                raise FullrankError(
+                    f"{len(self.targets)} tokens are too few to fit on one part and judge on another: give "
+                    "more text"
+                )
+            whole = frozen.Split(fit=parts[0], choose=parts[1], held_out=parts[2])
+            self._setting = frozen.setting(self.output, whole, limit=self.limit, seed=self.settings.seed)
+        return self._setting
+
+    def loss(self, progress: Progress) -> object:
+        losses = torch.cat(
+            [
+                self.output.losses(hidden, targets, self.limit)
+                for hidden, targets in zip(self.hidden.split(1024), self.targets.split(1024), strict=True)
+            ]
+        ).cpu()
+        return loss.loss(losses, self.states.sizes, self.states.positions, self.states.blocks)
+
+    def spectrum(self, progress: Progress) -> object:
+        return spectrum.spectrum(self.output.weight[: self.output.tokens], self.build.facts.storage)
+
+    def anisotropy(self, progress: Progress) -> object:
+        if not self.states.layer_names:
+            raise FullrankError("the layers of this architecture were not recognised")
+        return anisotropy.anisotropy(
+            self.states.layers,
+            self.states.layer_positions,
+            self.states.layer_blocks,
+            self.states.layer_names,
+            seed=self.settings.seed,
+        )
+
+    def logprob_rank(self, progress: Progress) -> object:
+        return logprob_rank.logprob_rank(
+            self.hidden,
+            self.output,
+            storage=self.build.facts.storage,
+            states_rank=self.build.states_rank,
+            norm=self.build.facts.final_norm,
+            dtype=getattr(torch, self.build.facts.dtype),
+            seed=self.settings.seed,
+        )
+
+    def rank_needed(self, progress: Progress) -> object:
+        return rank_needed.rank_needed(
+            self.setting(),
+            refit=self.settings.refit,
+            rates=self.settings.rates,
+            epochs=self.settings.epochs,
+            seed=self.settings.seed,
+            progress=progress,
+        )
+
+    def better_head(self, progress: Progress) -> object:
+        return better_head.better_head(
+            self.setting(),
+            heads=self.settings.heads,
+            components=self.settings.components,
+            seeds=self.settings.seeds,
+            rates=self.settings.rates,
+            epochs=self.settings.epochs,
+            progress=progress,
+        )
+
+    def unreachable(self, progress: Progress) -> object:
+        return unreachable.unreachable(
+            self.output,
+            self.name,
+            seconds=self.settings.search_seconds,
+            seed=self.settings.seed,
+            progress=progress,
+        )
+
+    def gradient(self, progress: Progress) -> object:
+        step = max(1, len(self.targets) // self.settings.gradient_tokens)
+        return gradient.gradient(
+            self.hidden[::step],
+            self.targets[::step],
+            self.states.blocks[::step],
+            self.output,
+            limit=self.limit,
+        )
+
+
+def split(states: collect.States) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token numbers to fit on, to choose on and to judge on: four sevenths, one and two, in the text's order.
+
+    In order, because windows that touch share their subject, and what is judged on should be news.
+    """
+    count = int(states.windows.max()) + 1
+    first, second = max(1, count * 4 // 7), max(2, count * 5 // 7)
+    bounds = [states.windows < first, (states.windows >= first) & (states.windows < second)]
+    return (
+        bounds[0].nonzero()[:, 0],
+        bounds[1].nonzero()[:, 0],
+        (states.windows >= second).nonzero()[:, 0],
+    )
+
+
+def _answer(
+    answers: _Answers,
+    windows: collect.Windows,
+    asked: Sequence[str],
+    earlier: Diagnosis | None,
+    progress: Progress,
+) -> Diagnosis:
+    found: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    for name in QUESTIONS:
+        kept = getattr(earlier, name) if earlier is not None else None
+        if name not in asked and kept is not None and earlier is not None:
+            found[name], seconds[name] = kept, earlier.seconds.get(name, math.nan)
+        elif name not in asked:
+            missing[name] = NOT_ASKED
+    stopped = False
+    for name in asked:
+        if stopped:
+            break
+        started = time.monotonic()
+
+        def report(label: str, share: float, name: str = name) -> None:
+            progress(f"{name}: {label}" if label else name, share)
+
+        try:
+            progress(name, 0.0)
+            found[name] = getattr(answers, name)(report)
+            seconds[name] = time.monotonic() - started
+            progress(name, 1.0)
+        except KeyboardInterrupt:
+            stopped = True
+        except (FullrankError, torch.OutOfMemoryError, MemoryError, torch.linalg.LinAlgError) as error:
+            missing[name] = str(error).split("\n")[0] or type(error).__name__
+    for name in asked:
+        if name not in found and name not in missing:
+            kept = getattr(earlier, name) if earlier is not None else None
+            if kept is not None and earlier is not None:
+                # Better the earlier answer than none.
+                found[name], seconds[name] = kept, earlier.seconds.get(name, math.nan)
+            else:
+                missing[name] = INTERRUPTED
+    record = _record(answers, windows, found, missing, seconds)
+    if stopped:
+        raise Interrupted(record)
+    return record
+
+
+def _record(
+    answers: _Answers,
+    windows: collect.Windows,
+    found: dict[str, Any],
+    missing: dict[str, str],
+    seconds: dict[str, float],
+) -> Diagnosis:
+    states = answers.states
+    text = TextFacts(
+        sources=windows.sources,
+        sha256=windows.sha256,
+        bytes=int(windows.sizes.sum()),
+        tokens=len(states.targets),
+        window=windows.ids.shape[1],
+        windows=windows.ids.shape[0],
+        starts_with_bos=windows.starts_with_bos,
+        fit_tokens=len(answers.parts[0]),
+        choose_tokens=len(answers.parts[1]),
+        held_out_tokens=len(answers.parts[2]),
+    )
+    record = Diagnosis(
+        model=answers.build.facts,
+        text=text,
+        findings=(),
+        missing=tuple(Missing(question=name, reason=missing[name]) for name in QUESTIONS if name in missing),
+        seconds={name: seconds[name] for name in QUESTIONS if name in seconds},
+        **{name: found.get(name) for name in QUESTIONS},
+    )
+    return dataclasses.replace(record, findings=findings.findings(record))
+
+
+def _earlier(out: Path | None, build: anatomy.Anatomy, windows: collect.Windows) -> Diagnosis | None:
+    """The answers that a run on the same model and text has left, if any."""
+    if out is None or not (out / "results.json").is_file():
+        return None
+    try:
+        record, _ = results.load(out / "results.json")
+    except FullrankError:
+        return None
+    same = (
+        isinstance(record, Diagnosis)
+        and record.model.fingerprint == build.facts.fingerprint
+        and record.model.dtype == build.facts.dtype
+        and record.text.sha256 == windows.sha256
+        and record.text.windows == windows.ids.shape[0]
+        and record.text.window == windows.ids.shape[1]
+    )
+    return record if same else None
+
+
+@contextlib.contextmanager
+def _directory(out: Path | None) -> Iterator[Path]:
+    if out is not None:
+        yield out / "states"
+    else:
+        with tempfile.TemporaryDirectory(prefix="fullrank-") as path:
+            yield Path(path)
+
+
+def _name(tokenizer: Any, token: int) -> str:
+    """A token's text as the tokenizer's vocabulary spells it."""
+    try:
+        return str(tokenizer.convert_ids_to_tokens(token) or tokenizer.decode([token]))
+    except (TypeError, ValueError, IndexError, KeyError):
+        return f"id {token}"

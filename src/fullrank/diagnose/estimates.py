@@ -1,0 +1,81 @@
+"""Means with their intervals over blocks of text.
+
+Losses of neighbouring tokens are alike, so tokens are not independent draws; blocks of text nearly are. With
+B blocks of mean m_b and size n_b the estimate is the token mean Σ n_b m_b / Σ n_b, and its standard error
+
+    s = sqrt( B / (B - 1)  Σ (n_b (m_b - mean))² ) / Σ n_b
+
+with Student's t on B - 1 degrees for the interval. Seeds add their own variance of the mean, and the degrees
+are then those of Welch and Satterthwaite. Differences of two heads are taken token by token first: the same
+blocks are hard for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fullrank.errors import FullrankError
+from fullrank.results import Estimate
+
+LEVEL = 0.95
+BLOCK = 128
+"""Tokens a block."""
+
+
+def mean(values: Tensor, blocks: Tensor) -> Estimate:
+    """The mean of values [N] with its interval over blocks [N] of block numbers."""
+    centre, error, count = mean_and_error(values, blocks)
+    return around(centre, error, count - 1)
+
+
+def mean_over_seeds(values: Sequence[Tensor], blocks: Tensor) -> Estimate:
+    """The mean of values [N] of several seeds, with both the blocks' and the seeds' variance."""
+    centre, error, count = mean_and_error(torch.stack(list(values)).mean(dim=0), blocks)
+    degrees = float(count - 1)
+    if len(values) > 1 and 0 < error < math.inf:
+        seeds = torch.stack([one.double().mean() for one in values]).var().item() / len(values)
+        total = error**2 + seeds
+        # Welch and Satterthwaite: where two seeds make most of the variance, there is little to judge it by.
+        degrees = total**2 / (error**4 / (count - 1) + seeds**2 / (len(values) - 1))
+        error = math.sqrt(total)
+    return around(centre, error, degrees)
+
+
+def mean_and_error(values: Tensor, blocks: Tensor) -> tuple[float, float, int]:
+    """Token mean, its standard error over blocks, and the number of blocks."""
+    if values.shape != blocks.shape or values.numel() == 0:
+        raise FullrankError(
+            f"values {list(values.shape)} and blocks {list(blocks.shape)} differ, or are empty: one block "
+            "number a value is expected"
+        )
+    # Whatever device they were made on: a few thousand numbers.
+    values, blocks = values.double().cpu(), blocks.cpu()
+    centre = values.mean()
+    numbers, place = torch.unique(blocks, return_inverse=True)
+    count = len(numbers)
+    if count < 2:
+        return float(centre), math.inf, count
+    excess = torch.zeros(count, dtype=torch.float64)
+    excess.index_add_(0, place, values - centre)
+    error = (excess.square().sum() * count / (count - 1)).sqrt() / values.numel()
+    return float(centre), float(error), count
+
+
+def around(centre: float, error: float, degrees: float) -> Estimate:
+    """The interval of Student's t; endless where there was one block only."""
+    from scipy import stats
+
+    if degrees < 1 or not math.isfinite(error):
+        return Estimate(value=centre, low=-math.inf, high=math.inf)
+    reach = float(stats.t.ppf(0.5 + LEVEL / 2, degrees)) * error
+    return Estimate(value=centre, low=centre - reach, high=centre + reach)
+
+
+def transformed(estimate: Estimate, function: object) -> Estimate:
+    """A rising function of an estimate: of its value and of both ends."""
+    assert callable(function)
+    return Estimate(value=function(estimate.value), low=function(estimate.low), high=function(estimate.high))

@@ -1,0 +1,417 @@
+"""`fullrank diagnose`: exit codes, what is printed and written, and what is left alone on a failure."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullrank import results
+from fullrank.cli import main
+from fullrank.cli.diagnose import Diagnose, _settings
+from fullrank.diagnose import collect
+from fullrank.diagnose.diagnosis import QUICK, _Answers
+from fullrank.diagnose.loading import quiet
+from fullrank.results import Diagnosis
+from fullrank.results.diagnosis import QUESTIONS
+
+SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
+SMALL = ["--tokens", "512", "--window", "64"]
+FAST = ["--only", "loss", "spectrum"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "prose.txt"
+    draw = random.Random(0)
+    path.write_text(" ".join(draw.choice(SENTENCE.split()) for _ in range(800)), encoding="utf8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of width 16 with random weights and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    with quiet():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=256,
+            max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(directory)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+    return directory
+
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def diagnose(model: Path, text: Path, tmp_path: Path) -> Run:
+    """diagnose(*flags): the exit code of a small diagnosis into tmp_path / out."""
+
+    def run(*flags: str, model: Path | str = model, text: Path | str = text, which: list[str] = FAST) -> int:
+        arguments = [str(model), "--text", str(text), "--out", str(tmp_path / "out")]
+        return main.run(["diagnose", *arguments, *SMALL, *which, *flags])
+
+    return run
+
+
+def written(out: Path) -> list[str]:
+    return sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, question: str, error: BaseException) -> None:
+    def stop(self: object, progress: object) -> object:
+        raise error
+
+    monkeypatch.setattr(_Answers, question, stop)
+
+
+# Done
+
+
+def test_results_page_and_table(diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert diagnose(which=["--skip", "better_head", "unreachable", "rank_needed"]) == 0
+    printed = capsys.readouterr()
+    record, made = results.load(out / "results.json")
+    assert isinstance(record, Diagnosis)
+    assert made.seed == 0
+    assert "cpu" in made.device
+    assert record.logprob_rank is not None
+    assert json.loads((out / "results.json").read_text())["logprob_rank"]["least_rank"] == 16
+    for question in QUESTIONS:
+        assert question in printed.out
+    assert record.loss is not None
+    assert f"{record.loss.nats_per_token.value:.3f}" in printed.out
+    assert "least rank 16" in printed.out
+    assert printed.out.count("not asked for") == 3
+    assert "nothing was flagged" in printed.out
+    assert str(out / "results.json") in printed.out
+    assert str(out / "report.html") in printed.out
+    page = (out / "report.html").read_text(encoding="utf8")
+    assert "</html>" in page
+    assert "tiny" in page
+    assert printed.err == ""
+
+
+def test_what_is_not_a_terminal_gets_plain_text(diagnose: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diagnose() == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "\r" not in printed
+    assert not printed.startswith("\n")
+    assert "0:00" not in printed
+
+
+def test_as_a_process_with_a_pipe(model: Path, text: Path, tmp_path: Path) -> None:
+    """Nothing of transformers' or torch's own chatter comes through either."""
+    out = tmp_path / "out"
+    arguments = [str(model), "--text", str(text), "--out", str(out), *SMALL, *FAST]
+    done = subprocess.run(
+        [sys.executable, "-m", "fullrank.cli.main", "diagnose", *arguments],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert done.stdout.startswith("tiny: width 16, vocabulary 256")
+    assert done.stdout.splitlines()[-1] == f"page    {out / 'report.html'}"
+
+
+def test_a_second_run_reuses_states_and_keeps_answers(
+    diagnose: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert diagnose() == 0
+    first, _ = results.load(tmp_path / "out" / "results.json")
+    monkeypatch.setattr(collect, "states", None)
+    assert diagnose(which=["--only", "gradient"]) == 0
+    second, _ = results.load(tmp_path / "out" / "results.json")
+    assert (second.loss, second.spectrum) == (first.loss, first.spectrum)
+    assert first.gradient is None
+    assert second.gradient is not None
+
+
+def test_quick(diagnose: Run, tmp_path: Path) -> None:
+    """All questions, of which every one is answered."""
+    assert diagnose("--quick", "--search-seconds", "60", which=[]) == 0
+    record, _ = results.load(tmp_path / "out" / "results.json")
+    assert record.missing == ()
+    assert [fit.head for fit in record.better_head.fits] == ["softmax", "softmax_equal", *QUICK.heads]
+    assert record.better_head.seeds == 1
+    assert record.unreachable.undecided == 0
+
+
+def test_flags_reach_the_settings() -> None:
+    settings = _settings(
+        Diagnose(
+            tokens=4096, window=128, memory=0.5, components=3, seeds=4, search_seconds=9.0, seed=7, quick=True
+        )
+    )
+    assert (settings.tokens, settings.window, settings.memory) == (4096, 128, 1 << 29)
+    assert (settings.components, settings.seeds, settings.search_seconds) == (3, 4, 9.0)
+    assert (settings.seed, settings.heads, settings.rates) == (7, QUICK.heads, QUICK.rates)
+
+
+def test_half_precision_is_said(diagnose: Run, tmp_path: Path) -> None:
+    assert diagnose("--dtype", "bfloat16") == 0
+    record, _ = results.load(tmp_path / "out" / "results.json")
+    assert (record.model.dtype, record.model.storage) == ("bfloat16", "float32")
+
+
+# The user's mistakes
+
+
+def refused(code: int, capsys: pytest.CaptureFixture[str], out: Path, *words: str) -> None:
+    assert code == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("fullrank: ")
+    assert printed.err.count("\n") == 1
+    assert "Traceback" not in printed.err
+    assert "\x1b" not in printed.out
+    for word in words:
+        assert word in printed.err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tokens", "10"], ["--tokens is 10", "256 or more"]),
+        (["--window", "4"], ["--window is 4", "16 or more"]),
+        (["--components", "1"], ["--components is 1", "2 or more"]),
+        (["--seeds", "0"], ["--seeds is 0", "1 or more"]),
+        (["--seed", "-1"], ["--seed is -1", "0 or more"]),
+        (["--memory", "0"], ["--memory is 0", "0.1 or more"]),
+        (["--memory", "nan"], ["--memory is nan"]),
+        (["--memory", "inf"], ["--memory is inf"]),
+        (["--search-seconds", "0.5"], ["--search-seconds is 0.5", "1 or more"]),
+        (["--device", "abacus"], ["abacus", "cpu, cuda or mps"]),
+        (["--revision", "main"], ["revision 'main'", "hub"]),
+        (["--skip", "loss", "spectrum"], ["leave no question"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_impossible_settings(
+    flags: list[str], words: list[str], diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(diagnose(*flags), capsys, tmp_path / "out", *words)
+
+
+def test_a_model_that_is_not_there(diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "nowhere"
+    refused(diagnose(model=missing), capsys, tmp_path / "out", "no such path", str(missing))
+
+
+def test_a_text_that_is_not_there_empty_binary_or_short(
+    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    refused(diagnose(text=tmp_path / "none.txt"), capsys, out, "no such text file")
+    given = tmp_path / "given.txt"
+    for content, words in (
+        (b"", "holds no text"),
+        (b" \n\t", "holds no text"),
+        (bytes(range(256)) * 40, "looks binary"),
+        (b"too short", "expected 256 or more"),
+    ):
+        given.write_bytes(content)
+        refused(diagnose(text=given), capsys, out, words)
+
+
+def test_pickles_need_permission(
+    diagnose: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    pickled = tmp_path / "pickled"
+    shutil.copytree(model, pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    refused(diagnose(model=pickled), capsys, tmp_path / "out", "pickle")
+    assert diagnose("--allow-pickle", model=pickled) == 0
+
+
+def test_a_model_that_does_not_fit_its_tokenizer(
+    diagnose: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "tokenizer.json").unlink()
+    refused(diagnose(model=broken), capsys, tmp_path / "out", "tokenizer")
+
+
+def test_too_little_memory(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The least that may be asked for is more than a tiny model can use: pretend that it is large."""
+    monkeypatch.setattr(collect, "_body_width", lambda model, width: 1 << 28)
+    out = tmp_path / "out"
+    code = main.run(
+        ["diagnose", str(model), "--text", str(text), "--out", str(out), *SMALL, "--memory", "0.1"]
+    )
+    refused(code, capsys, out, "--memory 0.1 GiB", "fewer --tokens")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--only", "speed"], ["--dtype", "int8"], ["--tokens", "many"], ["--fast"]]
+)
+def test_flags_that_do_not_exist(flags: list[str], diagnose: Run, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stop:
+        diagnose(*flags, which=[])
+    assert stop.value.code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_where_the_results_should_go(
+    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("in the way")
+    assert diagnose() == 2
+    assert "no writable directory" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "in the way"
+
+
+# What happens on the way
+
+
+def test_an_interruption_writes_what_is_finished(
+    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, "logprob_rank", KeyboardInterrupt())
+    assert diagnose(which=["--skip", "better_head"]) == 130
+    printed = capsys.readouterr()
+    assert "not answered: logprob_rank, rank_needed, unreachable, gradient\n" in printed.out
+    assert "better_head" not in printed.out
+    assert "\x1b" not in printed.out
+    assert printed.err.startswith("fullrank: interrupted")
+    assert printed.err.count("\n") == 1
+    out = tmp_path / "out"
+    record, _ = results.load(out / "results.json")
+    assert record.loss is not None
+    assert record.anisotropy is not None
+    assert {one.question for one in record.missing if one.reason == "interrupted"} == {
+        "logprob_rank", "rank_needed", "unreachable", "gradient",
+    }  # fmt: skip
+    assert "</html>" in (out / "report.html").read_text(encoding="utf8")
+    # The rest can be had later, and nothing twice.
+    monkeypatch.undo()
+    monkeypatch.setattr(collect, "states", None)
+    assert diagnose(which=["--only", "logprob_rank", "gradient"]) == 0
+    later, _ = results.load(out / "results.json")
+    assert later.loss == record.loss
+    assert later.logprob_rank is not None
+
+
+def test_an_interruption_does_not_lose_earlier_answers(
+    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert diagnose() == 0
+    first, _ = results.load(tmp_path / "out" / "results.json")
+    capsys.readouterr()
+    interrupt(monkeypatch, "loss", KeyboardInterrupt())
+    assert diagnose() == 130
+    assert "interrupted; earlier answers were kept\n" in capsys.readouterr().out
+    second, _ = results.load(tmp_path / "out" / "results.json")
+    assert second == first
+
+
+def test_an_interruption_while_the_model_runs(
+    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ran = collect.states, []
+
+    def stop(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        if ran:
+            raise KeyboardInterrupt
+        ran.append(ids)
+        return plain(model, ids)
+
+    monkeypatch.setattr(collect, "states", stop)
+    assert diagnose() == 130
+    assert "interrupted" in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert [Path(name).suffix for name in written(out)] == [".safetensors"]
+    counted: list[int] = []
+    monkeypatch.setattr(collect, "states", lambda model, ids: (counted.append(1), plain(model, ids))[1])
+    assert diagnose() == 0
+    assert len(counted) == 1
+
+
+def test_a_question_that_fails_is_shown_with_its_reason(
+    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fullrank.errors import FullrankError
+
+    interrupt(monkeypatch, "spectrum", FullrankError("got [nothing], expected more"))
+    assert diagnose() == 0
+    # Brackets are rich's markup: they must come out as they are.
+    assert "got [nothing], expected more" in capsys.readouterr().out
+    record, _ = results.load(tmp_path / "out" / "results.json")
+    assert record.spectrum is None
+    assert record.loss is not None
+
+
+def test_results_survive_runs_that_fail(
+    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert diagnose() == 0
+    before = {name: (out / name).read_bytes() for name in written(out)}
+    assert {"results.json", "report.html"} < set(before)
+
+    def unchanged() -> bool:
+        return {name: (out / name).read_bytes() for name in written(out)} == before
+
+    assert diagnose("--tokens", "10") == 2
+    assert unchanged()
+    assert diagnose(text=tmp_path / "none.txt") == 2
+    assert unchanged()
+    assert diagnose(model=tmp_path / "none") == 2
+    assert unchanged()
+    with monkeypatch.context() as patch:
+        interrupt(patch, "loss", TypeError("ours"))
+        assert diagnose() == 1
+        assert "a mistake of ours, TypeError: ours" in capsys.readouterr().err
+    assert unchanged()
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert diagnose() == 2
+        assert "No space left" in capsys.readouterr().err
+    assert unchanged()
+
+
+def test_a_full_disk_while_states_are_kept(
+    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert diagnose() == 2
+    assert "choose another --out" in capsys.readouterr().err
+    assert written(tmp_path / "out") == []

@@ -1,0 +1,445 @@
+"""A diagnosis from end to end on tiny models: all answers, kept answers, interruptions, and failures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import math
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullrank import results
+from fullrank.diagnose import anatomy, collect, spectrum
+from fullrank.diagnose.diagnosis import INTERRUPTED, NOT_ASKED, QUICK, Interrupted, Settings, _Answers, run
+from fullrank.diagnose.loading import load
+from fullrank.errors import FullrankError
+from fullrank.results import Diagnosis
+from fullrank.results.diagnosis import QUESTIONS
+
+Build = Callable[..., Path]
+SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
+FAST = ("loss", "spectrum", "gradient")
+SMALL = Settings(
+    tokens=1024,
+    window=64,
+    heads=("mos",),
+    seeds=1,
+    rates=(0.06,),
+    epochs=2,
+    search_seconds=60.0,
+    gradient_tokens=128,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "prose.txt"
+    draw = random.Random(0)
+    path.write_text(" ".join(draw.choice(SENTENCE.split()) for _ in range(1500)), encoding="utf8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def directory(tiny_model: Build) -> Path:
+    return tiny_model("llama", tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def whole(directory: Path, text: Path) -> Diagnosis:
+    """All eight questions."""
+    return run(directory, text=[text], settings=SMALL)
+
+
+@pytest.fixture
+def provenance() -> results.Provenance:
+    return results.provenance(seed=0, device="cpu")
+
+
+def timeless(record: Diagnosis) -> Diagnosis:
+    found = record.unreachable
+    found = None if found is None else dataclasses.replace(found, seconds=0.0)
+    return dataclasses.replace(record, seconds={}, unreachable=found)
+
+
+def values(record: object) -> Iterator[tuple[str, Any]]:
+    """Every plain value of a record, with its path."""
+    if dataclasses.is_dataclass(record):
+        for field in dataclasses.fields(record):
+            for name, value in values(getattr(record, field.name)):
+                yield f"{field.name}.{name}", value
+    elif isinstance(record, tuple):
+        for place, item in enumerate(record):
+            for name, value in values(item):
+                yield f"{place}.{name}", value
+    else:
+        yield "", record
+
+
+def test_all_questions_are_answered(whole: Diagnosis) -> None:
+    assert whole.missing == ()
+    for name in QUESTIONS:
+        assert getattr(whole, name) is not None, name
+    assert tuple(whole.seconds) == QUESTIONS
+    assert all(seconds > 0 for seconds in whole.seconds.values())
+    for path, value in values(whole):
+        if isinstance(value, float):
+            assert math.isfinite(value), path
+        # The refit has its learning rate for refitted ranks only, and a llama has no cap.
+        if value is None:
+            assert "refitted" in path or "learning_rate" in path or "softcap" in path, path
+
+
+def test_the_facts_fit_together(whole: Diagnosis, text: Path) -> None:
+    assert whole.text.sources == (str(text),)
+    assert (whole.text.windows, whole.text.window) == (16, 64)
+    assert whole.text.tokens == 16 * 63
+    assert not whole.text.starts_with_bos
+    parts = (whole.text.fit_tokens, whole.text.choose_tokens, whole.text.held_out_tokens)
+    assert parts == (9 * 63, 2 * 63, 5 * 63)
+    assert whole.loss is not None
+    assert (whole.loss.tokens, whole.loss.bytes) == (whole.text.tokens, whole.text.bytes)
+    # Untrained: near the loss of a guess.
+    assert whole.loss.nats_per_token.value == pytest.approx(math.log(300), abs=0.2)
+    assert whole.logprob_rank is not None
+    assert whole.logprob_rank.least_rank == whole.logprob_rank.ceiling == 32
+    assert whole.logprob_rank.contexts == whole.text.tokens
+    assert whole.anisotropy is not None
+    assert [layer.name for layer in whole.anisotropy.layers] == ["embedding", "block 1", "block 2", "output"]
+    assert whole.better_head is not None
+    assert [fit.head for fit in whole.better_head.fits] == ["softmax", "softmax_equal", "mos"]
+    assert whole.better_head.held_out_tokens == whole.text.held_out_tokens
+    assert whole.rank_needed is not None
+    assert whole.rank_needed.points[-1].rank == 32
+    assert whole.unreachable is not None
+    assert whole.unreachable.argmaxable + len(whole.unreachable.never) + whole.unreachable.undecided == 300
+    assert whole.gradient is not None
+    assert 128 <= whole.gradient.tokens < 256
+
+
+def test_the_loss_is_that_of_the_model(whole: Diagnosis, directory: Path, text: Path) -> None:
+    loaded = load(directory)
+    windows = collect.tokenise(loaded.tokenizer, [text], tokens=1024, window=64, longest=None)
+    with torch.no_grad():
+        found = loaded.model(input_ids=windows.ids, labels=windows.ids).loss
+    assert whole.loss is not None
+    assert whole.loss.nats_per_token.value == pytest.approx(float(found), rel=1e-5)
+    bits = float(found) * windows.ids[:, 1:].numel() / math.log(2) / whole.text.bytes
+    assert whole.loss.bits_per_byte.value == pytest.approx(bits, rel=1e-5)
+
+
+def test_the_record_survives_its_file(
+    whole: Diagnosis, tmp_path: Path, provenance: results.Provenance
+) -> None:
+    path = tmp_path / "results.json"
+    results.save(whole, path, provenance)
+    record, made = results.load(path)
+    assert record == whole
+    assert made == provenance
+    document = json.loads(path.read_text())
+    assert document["kind"] == "diagnosis"
+    assert document["logprob_rank"]["least_rank"] == 32
+
+
+def test_two_runs_agree(whole: Diagnosis, directory: Path, text: Path) -> None:
+    assert timeless(run(directory, text=[text], settings=SMALL)) == timeless(whole)
+
+
+def test_another_seed_draws_otherwise(whole: Diagnosis, directory: Path, text: Path) -> None:
+    settings = dataclasses.replace(SMALL, seed=1)
+    other = run(directory, text=[text], settings=settings, only=["anisotropy", "loss"])
+    assert other.loss == whole.loss
+    assert other.anisotropy != whole.anisotropy
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "phi", "mamba", "opt", "padded"])
+def test_other_families_are_answered_in_full(family: str, tiny_model: Build, text: Path) -> None:
+    changes: dict[str, Any] = {"opt": {"word_embed_proj_dim": 16}, "padded": {"vocab_size": 320}}.get(
+        family, {}
+    )
+    directory = tiny_model("llama" if family == "padded" else family, **changes)
+    settings = dataclasses.replace(SMALL, tokens=512, epochs=1)
+    found = run(directory, text=[text], settings=settings, skip=["unreachable"])
+    assert [one.question for one in found.missing] == ["unreachable"]
+    assert found.logprob_rank is not None
+    assert found.logprob_rank.method == ("columns" if family == "gemma2" else "core")
+    if family == "padded":
+        assert found.logprob_rank.columns == 300
+        assert found.model.vocabulary == 320
+
+
+# Which questions
+
+
+def test_only_and_skip(directory: Path, text: Path) -> None:
+    only = run(directory, text=[text], settings=SMALL, only=["loss", "spectrum"], skip=["spectrum"])
+    assert [name for name in QUESTIONS if getattr(only, name) is not None] == ["loss"]
+    assert {one.question: one.reason for one in only.missing} == {
+        name: NOT_ASKED for name in QUESTIONS if name != "loss"
+    }
+    assert tuple(only.seconds) == ("loss",)
+
+
+def test_unknown_questions_and_none_at_all_are_refused(directory: Path, text: Path) -> None:
+    with pytest.raises(FullrankError, match=r"no question is called speed: expected some of loss, spectrum"):
+        run(directory, text=[text], only=["speed"])
+    with pytest.raises(FullrankError, match="no question is called pace"):
+        run(directory, text=[text], skip=["pace"])
+    with pytest.raises(FullrankError, match="leave no question"):
+        run(directory, text=[text], only=["loss"], skip=["loss"])
+
+
+def test_the_questions_of_the_command_line_are_those_of_the_record() -> None:
+    import typing
+
+    from fullrank.cli.diagnose import _ANSWERS, Question
+
+    assert typing.get_args(Question) == QUESTIONS
+    assert tuple(_ANSWERS) == QUESTIONS
+
+
+def test_too_little_of_anything_is_refused(directory: Path, text: Path) -> None:
+    for changes, words in (
+        ({"tokens": 100}, "expected 256 or more"),
+        ({"window": 4}, "expected 8 or more"),
+        ({"memory": 1000}, "--memory"),
+    ):
+        with pytest.raises(FullrankError, match=words):
+            run(directory, text=[text], settings=dataclasses.replace(SMALL, **changes))
+
+
+def test_few_tokens_answer_what_they_can(directory: Path, text: Path) -> None:
+    found = run(directory, text=[text], settings=dataclasses.replace(SMALL, tokens=256), skip=["unreachable"])
+    reasons = {one.question: one.reason for one in found.missing}
+    assert set(reasons) == {"rank_needed", "better_head", "unreachable"}
+    assert "too few to fit" in reasons["better_head"]
+    assert found.loss is not None
+
+
+# Earlier answers
+
+
+def kept(directory: Path, text: Path, out: Path, settings: Settings = SMALL, **which: Any) -> Diagnosis:
+    record = run(directory, text=[text], settings=settings, out=out, **which)
+    results.save(record, out / "results.json", results.provenance(seed=0, device="cpu"))
+    return record
+
+
+def test_earlier_answers_of_the_same_model_and_text_are_kept(
+    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = kept(directory, text, tmp_path, only=["loss", "spectrum"])
+    monkeypatch.setattr(collect, "states", None)  # the states are kept as well
+    second = kept(directory, text, tmp_path, only=["gradient"])
+    assert second.loss == first.loss
+    assert second.spectrum == first.spectrum
+    assert second.gradient is not None
+    assert second.seconds["loss"] == first.seconds["loss"]
+    assert {one.question for one in second.missing} == set(QUESTIONS) - set(FAST)
+    assert second.findings == first.findings
+
+
+def test_earlier_answers_of_another_text_model_or_size_are_not_kept(
+    directory: Path, text: Path, tiny_model: Build, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text(encoding="utf8")[::-1], encoding="utf8")
+    # The text is the same to its end, only less of it is used.
+    fewer = dataclasses.replace(SMALL, tokens=960)
+    for name, model, chosen, settings in (
+        ("text", directory, other, SMALL),
+        ("model", tiny_model("mistral"), text, SMALL),
+        ("size", directory, text, fewer),
+    ):
+        out = tmp_path / name
+        kept(directory, text, out, only=["loss"])
+        second = kept(model, chosen, out, settings=settings, only=["spectrum"])
+        assert second.loss is None, name
+        assert second.spectrum is not None
+
+
+def test_results_that_cannot_be_read_are_no_obstacle(directory: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{")
+    assert run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"]).loss is not None
+
+
+# What goes wrong
+
+
+def patch_question(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> None:
+    def fail(self: object, progress: object) -> object:
+        raise error
+
+    monkeypatch.setattr(_Answers, name, fail)
+
+
+def test_an_interruption_keeps_what_is_finished(
+    directory: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_question(monkeypatch, "anisotropy", KeyboardInterrupt())
+    with pytest.raises(Interrupted) as caught:
+        run(directory, text=[text], settings=SMALL, skip=["better_head"])
+    record = caught.value.record
+    assert record.loss is not None
+    assert record.spectrum is not None
+    reasons = {one.question: one.reason for one in record.missing}
+    assert reasons == {
+        "anisotropy": INTERRUPTED,
+        "logprob_rank": INTERRUPTED,
+        "rank_needed": INTERRUPTED,
+        "better_head": NOT_ASKED,
+        "unreachable": INTERRUPTED,
+        "gradient": INTERRUPTED,
+    }
+    assert tuple(record.seconds) == ("loss", "spectrum")
+
+
+def test_an_interruption_does_not_lose_earlier_answers(
+    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = kept(directory, text, tmp_path, only=["loss", "spectrum"])
+    patch_question(monkeypatch, "loss", KeyboardInterrupt())
+    with pytest.raises(Interrupted) as caught:
+        run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST)
+    record = caught.value.record
+    assert (record.loss, record.spectrum) == (first.loss, first.spectrum)
+    assert record.seconds == first.seconds
+    assert {one.question for one in record.missing if one.reason == INTERRUPTED} == {"gradient"}
+
+
+def test_an_interruption_between_two_questions_keeps_what_is_finished(directory: Path, text: Path) -> None:
+    def progress(stage: str, share: float) -> None:
+        if stage == "gradient":
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as caught:
+        run(directory, text=[text], settings=SMALL, only=FAST, progress=progress)
+    assert caught.value.record.loss is not None
+    assert {one.question for one in caught.value.record.missing if one.reason == INTERRUPTED} == {"gradient"}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FullrankError("came X, expected Y: do Z"), "came X, expected Y: do Z"),
+        (MemoryError(), "MemoryError"),
+        (torch.OutOfMemoryError("too much\nand a page of statistics"), "too much"),
+        (torch.linalg.LinAlgError("did not converge"), "did not converge"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_question_that_fails_is_listed_and_the_others_are_there(
+    error: Exception, reason: str, directory: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_question(monkeypatch, "spectrum", error)
+    found = run(directory, text=[text], settings=SMALL, only=FAST)
+    assert {one.question: one.reason for one in found.missing}["spectrum"] == reason
+    assert found.spectrum is None
+    assert found.loss is not None
+    assert found.gradient is not None
+    assert tuple(found.seconds) == ("loss", "gradient")
+
+
+def test_our_own_mistake_is_not_hidden(directory: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_question(monkeypatch, "spectrum", TypeError("ours"))
+    with pytest.raises(TypeError, match="ours"):
+        run(directory, text=[text], settings=SMALL, only=FAST)
+
+
+# The model
+
+
+def test_a_loaded_model_stays_usable(directory: Path, text: Path, whole: Diagnosis) -> None:
+    loaded = load(directory)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        before = loaded.model(input_ids=ids).logits
+    found = run(loaded, text=[text], settings=SMALL, only=["loss", "better_head", "rank_needed"])
+    with torch.no_grad():
+        assert torch.equal(loaded.model(input_ids=ids).logits, before)
+    assert found.better_head == whole.better_head
+    generated = loaded.model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, 43)
+
+
+def test_the_body_is_let_go_before_the_questions(
+    directory: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is needed; what is left of the model is its output layer."""
+    bodies: list[weakref.ref[torch.nn.Module]] = []
+    alive: list[bool] = []
+    plain, asked = anatomy.examine, spectrum.spectrum
+
+    def examine(loaded: Any) -> anatomy.Anatomy:
+        bodies.append(weakref.ref(loaded.model.model.layers[0].mlp))
+        return plain(loaded)
+
+    def ask(*arguments: Any) -> object:
+        gc.collect()
+        alive.append(bodies[0]() is not None)
+        return asked(*arguments)
+
+    monkeypatch.setattr(anatomy, "examine", examine)
+    monkeypatch.setattr(spectrum, "spectrum", ask)
+    run(directory, text=[text], settings=SMALL, only=["spectrum"])
+    assert alive == [False]
+
+
+def test_nothing_is_left_behind_without_a_directory(
+    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run(directory, text=[text], settings=SMALL, only=["loss"])
+    patch_question(monkeypatch, "loss", KeyboardInterrupt())
+    with contextlib.suppress(Interrupted):
+        run(directory, text=[text], settings=SMALL, only=["loss"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_window_keeps_to_the_models_positions(tiny_model: Build, text: Path) -> None:
+    found = run(
+        tiny_model("gpt2", n_positions=40),
+        text=[text],
+        settings=dataclasses.replace(SMALL, window=512),
+        only=["loss"],
+    )
+    assert found.text.window == 40
+
+
+def test_progress_names_the_stages_and_rises(directory: Path, text: Path) -> None:
+    said: list[tuple[str, float]] = []
+    run(
+        directory, text=[text], settings=SMALL, only=["loss", "better_head"],
+        progress=lambda stage, share: said.append((stage, share)),
+    )  # fmt: skip
+    stages = list(dict.fromkeys(stage.split(":")[0] for stage, _ in said))
+    assert stages[0] == "loading the model"
+    assert stages[-3:] == ["running the model", "loss", "better_head"]
+    assert any(stage == "better_head: mos" for stage, _ in said)
+    for name in stages:
+        shares = [share for stage, share in said if stage.split(":")[0] == name]
+        assert all(0 <= share <= 1 for share in shares)
+        assert shares == sorted(shares), name
+
+
+def test_quick_is_less_of_everything() -> None:
+    usual = Settings()
+    for name in ("tokens", "seeds", "search_seconds", "gradient_tokens"):
+        assert getattr(QUICK, name) < getattr(usual, name)
+    assert set(QUICK.heads) < set(usual.heads)
+
+
+def test_the_function_is_not_hidden_by_a_module() -> None:
+    import fullrank
+
+    assert callable(fullrank.diagnose.run)
+    assert fullrank.diagnose.run is run
