@@ -216,7 +216,8 @@ def test_too_little_of_anything_is_refused(directory: Path, text: Path) -> None:
 
 
 def test_few_tokens_answer_what_they_can(directory: Path, text: Path) -> None:
-    found = run(directory, text=[text], settings=dataclasses.replace(SMALL, tokens=256), skip=["unreachable"])
+    few = dataclasses.replace(SMALL, tokens=256, window=32)
+    found = run(directory, text=[text], settings=few, skip=["unreachable"])
     reasons = {one.question: one.reason for one in found.missing}
     assert set(reasons) == {"rank_needed", "better_head", "unreachable"}
     assert "too few to fit" in reasons["better_head"]

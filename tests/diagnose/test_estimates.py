@@ -111,7 +111,9 @@ def test_seeds_add_the_variance_of_their_mean():
     _, error, count = estimates.mean_and_error(base + 0.4, blocks)
     spread = numpy.var([0.0, 0.3, 0.9], ddof=1) / 3
     found = estimates.mean_over_seeds(seeds, blocks)
-    reach = stats.t.ppf(0.975, count - 1) * math.sqrt(error**2 + spread)
+    total = error**2 + spread
+    degrees = total**2 / (error**4 / (count - 1) + spread**2 / 2)
+    reach = stats.t.ppf(0.975, degrees) * math.sqrt(total)
     assert found.value == pytest.approx(float(base.mean()) + 0.4)
     assert found.high - found.value == pytest.approx(reach, rel=1e-9)
     assert estimates.mean_over_seeds(seeds[:1], blocks) == estimates.mean(base, blocks)

@@ -321,6 +321,6 @@ def _notes(
             "states: their rank is measured on sampled contexts and tokens."
         )
     if lost:
-        yield f"{norm} subtracts the mean and adds no bias, which takes one dimension from the states."
+        yield f"{norm} subtracts the mean of each state, which takes one dimension from them."
     if loaded.storage not in ("float32", "float64", "bfloat16", "float16"):
         yield f"The output matrix is stored as {loaded.storage} and was dequantised to float32."

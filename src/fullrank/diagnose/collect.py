@@ -33,7 +33,9 @@ from fullrank.diagnose.estimates import BLOCK
 from fullrank.errors import FullrankError
 
 LEAST_TOKENS = 256
-LEAST_WINDOWS = 8
+LEAST_WINDOWS = 3
+"""One to fit on, one to choose on, one to judge on."""
+SHORT_TEXT_WINDOWS = 8
 LAYER_STATES = 2048
 """States a layer that are kept for the geometry, at most."""
 FORMAT = 1
@@ -84,8 +86,7 @@ def tokenise(
 ) -> Windows:
     """As many windows as `tokens` fill, from the files or from the default text.
 
-    Short texts get shorter windows, so that there are enough of them to compare; `longest` is the model's own
-    limit.
+    A text of fewer than three windows gets shorter ones; `longest` is the model's own limit.
     """
     if tokens < LEAST_TOKENS:
         raise FullrankError(f"{tokens} tokens were asked for, expected {LEAST_TOKENS} or more")
@@ -108,8 +109,10 @@ def tokenise(
             f"the text has {len(ids)} tokens, expected {LEAST_TOKENS} or more: give a longer one with --text"
         )
     own = window - (bos is not None)
-    own = min(own, max(8, len(ids) // LEAST_WINDOWS))
-    count = min(tokens, len(ids)) // own
+    used = min(tokens, len(ids))
+    if used < LEAST_WINDOWS * own:
+        own = max(8, used // SHORT_TEXT_WINDOWS)
+    count = used // own
     chosen = torch.tensor(ids[: count * own]).view(count, own)
     bounds = torch.tensor([*starts[: count * own], starts[count * own] if len(starts) > count * own else end])
     sizes = torch.diff(bounds).view(count, own)

@@ -281,7 +281,8 @@ def split(states: collect.States) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     In order, because windows that touch share their subject, and what is judged on should be news.
     """
     count = int(states.windows.max()) + 1
-    first, second = max(1, count * 4 // 7), max(2, count * 5 // 7)
+    first = max(1, count * 4 // 7)
+    second = max(first + 1, count * 5 // 7)
     bounds = [states.windows < first, (states.windows >= first) & (states.windows < second)]
     return (
         bounds[0].nonzero()[:, 0],
