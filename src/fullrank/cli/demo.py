@@ -67,9 +67,9 @@ def demo(options: Demo) -> None:
     report.write(record, made, options.out / "report.html")
     console.print(table(record))
     for line in findings(record):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for label, name in (("results", "results.json"), ("page", "report.html")):
-        console.print(f"{label:<8}{options.out / name}", highlight=False, soft_wrap=True)
+        console.print(f"{label:<8}{options.out / name}", highlight=False, markup=False, soft_wrap=True)
 
 
 def table(record: Ladder) -> Table:

@@ -116,13 +116,13 @@ def diagnose(options: Diagnose) -> None:
         _write(stopped.record, made, options.out)
         missing = ", ".join(one.question for one in stopped.record.missing if one.reason == "interrupted")
         words = f"not answered: {missing}" if missing else "earlier answers were kept"
-        console.print(f"interrupted; {words}", highlight=False, soft_wrap=True)
+        console.print(f"interrupted; {words}", highlight=False, markup=False, soft_wrap=True)
         _paths(console, options.out)
         raise
     _write(record, made, options.out)
     console.print(table(record))
     for line in findings(record):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     _paths(console, options.out)
 
 
@@ -165,7 +165,7 @@ def _write(record: Diagnosis, made: Provenance, out: Path) -> None:
 
 def _paths(console: object, out: Path) -> None:
     for label, name in (("results", "results.json"), ("page", "report.html")):
-        console.print(f"{label:<8}{out / name}", highlight=False, soft_wrap=True)  # type: ignore[attr-defined]
+        console.print(f"{label:<8}{out / name}", highlight=False, markup=False, soft_wrap=True)  # type: ignore[attr-defined]
 
 
 class _Bar:
@@ -175,7 +175,7 @@ class _Bar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self._progress = Progress(
-            TextColumn("{task.description:<34}"),
+            TextColumn("{task.description:<34}", markup=False),
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -209,8 +209,10 @@ def table(record: Diagnosis) -> Table:
     from rich.table import Table
 
     drawn = Table(
-        title=f"{record.model.name}: width {record.model.width}, vocabulary {record.model.vocabulary:,}, "
-        f"{record.text.tokens:,} tokens of text",
+        title=_plain(
+            f"{record.model.name}: width {record.model.width}, vocabulary {record.model.vocabulary:,}, "
+            f"{record.text.tokens:,} tokens of text"
+        ),
         title_justify="left",
     )
     for header in ("question", "answer"):

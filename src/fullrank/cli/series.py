@@ -48,7 +48,7 @@ def series(options: Series) -> None:
     console = Console()
     results.check_writable(options.out)
     report.check_installed()
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:<36}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("reading", total=1.0)
         record = analysis.run(
@@ -66,9 +66,9 @@ def series(options: Series) -> None:
     report.write(record, made, options.out / "report.html")
     console.print(table(record))
     for line in findings(record):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for label, name in (("results", "results.json"), ("page", "report.html")):
-        console.print(f"{label:<8}{options.out / name}", highlight=False, markup=False)
+        console.print(f"{label:<8}{options.out / name}", highlight=False, markup=False, soft_wrap=True)
 
 
 def table(record: Record) -> Table:

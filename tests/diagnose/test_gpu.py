@@ -1,0 +1,41 @@
+"""A diagnosis on a GPU answers as one on the processor does. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullrank.diagnose.diagnosis import Settings, run
+from fullrank.results import Diagnosis
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
+def test_answers_do_not_depend_on_the_device(family: str, tiny_model: Callable[..., Path]) -> None:
+    directory = tiny_model(family)
+
+    def found(device: str) -> Diagnosis:
+        settings = Settings(tokens=4096, window=64, seeds=1, heads=("mos",))
+        return run(directory, settings=settings, skip=["unreachable"], device=device)
+
+    here, there = found("cpu"), found("cuda")
+    assert not [one for one in there.missing if one.question != "unreachable"]
+    assert here.loss is not None
+    assert there.loss is not None
+    assert there.loss.nats_per_token.value == pytest.approx(here.loss.nats_per_token.value, abs=1e-4)
+    assert here.logprob_rank is not None
+    assert there.logprob_rank is not None
+    assert there.logprob_rank.least_rank == here.logprob_rank.least_rank
+    assert here.gradient is not None
+    assert there.gradient is not None
+    assert there.gradient.kept_norm.value == pytest.approx(here.gradient.kept_norm.value, abs=1e-4)
+    assert here.better_head is not None
+    assert there.better_head is not None
+    assert there.better_head.best_gain.value == pytest.approx(here.better_head.best_gain.value, abs=0.05)
