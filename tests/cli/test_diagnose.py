@@ -154,10 +154,10 @@ def test_a_second_run_reuses_states_and_keeps_answers(
 def test_a_name_that_reads_like_markup(
     diagnose: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    odd = tmp_path / "[red]a[/bold]<script>"
+    odd = tmp_path / "[red]a[bold]<script>"
     shutil.copytree(model, odd)
     assert diagnose(model=odd) == 0
-    assert "[red]a[/bold]<script>: width 16" in capsys.readouterr().out
+    assert "[red]a[bold]<script>: width 16" in capsys.readouterr().out
     assert "<script>" not in (tmp_path / "out" / "report.html").read_text(encoding="utf8")
 
 
