@@ -66,7 +66,9 @@ def test_a_loss_that_still_falls_is_said(diagnosis: Diagnosis) -> None:
     assert diagnosis.rank_needed is not None
     needed = dataclasses.replace(diagnosis.rank_needed, still_falling=True)
     said = answered(dataclasses.replace(diagnosis, rank_needed=needed))
-    assert said.sentences[0].startswith("Its loss still falls at the full width of 576")
+    assert said.sentences[0].startswith(
+        "The model uses its width to the end: its loss still falls at rank 576"
+    )
     assert "the loss still falls at full width" in said.tiles[0].remarks
 
 

@@ -75,9 +75,9 @@ def _rank_sentence(record: Diagnosis) -> str:
         return "What rank its output layer needs was measured, but came out as no number."
     if section.still_falling:
         return (
-            f"Its loss still falls at the full width of {width:,}: the rank it needs, "
-            f"{_ranks(section.knee)}, cannot be told from the width itself, so whether more width "
-            "would help as well is open."
+            f"The model uses its width to the end: its loss still falls at rank {width:,}, and on frozen "
+            f"states it takes a refitted output layer of rank {_ranks(section.knee)} to come within {allowed} "
+            "nats per token of one of full width; whether more width would help as well is open."
         )
     return (
         f"An output layer of rank {_ranks(section.knee)} comes within {allowed} nats per token of one of its "

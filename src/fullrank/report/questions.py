@@ -71,8 +71,9 @@ WORDS: dict[str, Question] = {
     "logprob_rank": Question(
         title="What rank do its predictions have?",
         reading=(
-            "The singular values of the matrix of log-probabilities, a row a context, each row centred. The "
-            "least rank counts those above the noise floor; the ceiling is the most that the architecture "
+            "The singular values of the table of log-probabilities, a row a context, after the output "
+            "matrix’s own scale is divided out, which leaves the rank as it is. The least rank counts those "
+            "above the noise floor; the ceiling is the most that the architecture "
             "allows. A model at its ceiling uses all the rank it can have, as a trained softmax usually "
             "does. It does not show that more rank is needed: for that, see the next two questions."
         ),
@@ -80,6 +81,9 @@ WORDS: dict[str, Question] = {
             "A softmax gives the same probabilities when a number is added to all logits of a context. The "
             "least rank is the lowest over all matrices that differ from the log-probabilities by such "
             "shifts, which is the rank of the row-centred matrix.",
+            "For a linear head it is exact and needs no table: the states, with a constant for a bias, in an "
+            "orthonormal basis of the rows of the centred output matrix. For other heads it is the rank of "
+            "the logits at sampled contexts and tokens.",
             "The noise floor is the largest singular value that rounding alone is expected to make. The gap "
             "rank, a second opinion, is where consecutive singular values fall by the largest ratio.",
         ),
@@ -90,7 +94,7 @@ WORDS: dict[str, Question] = {
             "The held-out loss with an output matrix of lower rank. The dashed curve cuts the matrix down, "
             "the solid curve also refits it on the model’s frozen states. The rank needed, with its interval "
             "shaded, is where the solid curve comes within the tolerance of the full-rank refit. Where the "
-            "shade reaches the full width, the loss may still be falling there. It does not show what a "
+            "curve still falls at its right end, more width may help as well. It does not show what a "
             "model trained with that rank from the start would reach, because the body stays as it is and "
             "was trained with this width."
         ),
@@ -99,9 +103,9 @@ WORDS: dict[str, Question] = {
             "that is, the one that changes the logits least. Refitted: W = A B with inner width r, started "
             "from there and trained on frozen states, its learning rate chosen on tokens of its own.",
             "The rank needed is the rank at which the refitted curve comes within the tolerance of the r = D "
-            "refit, interpolated in log rank. Its interval comes from resampling text blocks, with both "
-            "losses taken on the same blocks; that is why it can be narrow where the curves’ own intervals "
-            "are wide.",
+            "refit, interpolated in log rank; its interval comes from resampling text blocks. The curves’ "
+            "intervals are those of the difference to their own control, the matrix as it came or the r = D "
+            "refit, on the same tokens.",
         ),
     ),
     "better_head": Question(
