@@ -76,8 +76,8 @@ def _rank_sentence(record: Diagnosis) -> str:
     if section.still_falling:
         return (
             f"The model uses its width to the end: its loss still falls at rank {width:,}, and on frozen "
-            f"states it takes a refitted output layer of rank {_ranks(section.knee)} to come within {allowed} "
-            "nats per token of one of full width; whether more width would help as well is open."
+            f"states it takes a refitted output layer of rank {_ranks(section.knee)} to come within "
+            f"{allowed} nats per token of one of full width; whether more width would help as well is open."
         )
     return (
         f"An output layer of rank {_ranks(section.knee)} comes within {allowed} nats per token of one of its "
