@@ -444,3 +444,11 @@ def test_the_function_is_not_hidden_by_a_module() -> None:
 
     assert callable(fullrank.diagnose.run)
     assert fullrank.diagnose.run is run
+
+
+def test_a_search_that_would_not_fit_is_left_out_with_its_price(directory: Path, text: Path) -> None:
+    tight = dataclasses.replace(SMALL, tokens=256, memory=190_000)
+    found = run(directory, text=[text], settings=tight, only=["spectrum", "unreachable"])
+    reasons = {one.question: one.reason for one in found.missing}
+    assert found.spectrum is not None
+    assert "more than --memory" in reasons["unreachable"]

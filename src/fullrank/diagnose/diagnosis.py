@@ -256,6 +256,13 @@ class _Answers:
         )
 
     def unreachable(self, progress: Progress) -> object:
+        # W and its standard coordinates in fp64, and a copy in fp32 for the search.
+        needed = 20 * self.output.weight.numel()
+        if needed > self.settings.memory:
+            raise FullrankError(
+                f"the search needs {needed / 2**30:.1f} GiB for a matrix of this size, more than --memory "
+                f"{self.settings.memory / 2**30:.1f} GiB: allow more"
+            )
         return unreachable.unreachable(
             self.output,
             self.name,
