@@ -9,8 +9,8 @@ With singular values σ and p = σ / Σσ:
     condition            σ₁ / σ_D
 
 so that effective rank = D exp(-singular entropy): one number in two coats. They come from the D x D Gram
-matrix in fp64, which is faster than an SVD (results/spectrum_peers.json); it squares the condition number, so where the smallest
-values fall below 1e-5 of the largest, QR and an SVD of the small factor replace it.
+matrix in fp64, which is faster than an SVD (results/spectrum_peers.json); it squares the condition number, so
+where the smallest values fall below 1e-5 of the largest, QR and an SVD of the small factor replace it.
 
 Rounding to the storage format adds an error of deviation s to every entry, and a matrix of such errors has
 norm near s (sqrt V + sqrt D), somewhat more where rows or columns are of uneven size: values below that
