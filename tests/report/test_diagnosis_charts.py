@@ -61,11 +61,21 @@ def test_rank_curves_lines_and_knee(diagnosis: Diagnosis) -> None:
     specification = picture.specification(width=WIDE)
     curves = {curve[0]["colour"]: curve for curve in layers(specification, "line")}
     refitted, truncated = curves[MODEL_COLOURS[0]], curves[HIGH_RANK_COLOUR]
+    # The curves begin at the last rank that is out of sight: nothing to see is left out.
+    _, y = picture.axes()
+    assert y.high is not None
+    hidden = [
+        point.rank
+        for point in section.points
+        if point.truncated.value > y.high and (point.refitted is None or point.refitted.value > y.high)
+    ]
+    drawn = [point for point in section.points if point.rank >= hidden[-1]]
+    assert 0 < len(drawn) < len(section.points)
     assert [(row["x"], row["y"]) for row in refitted] == [
-        (point.rank, point.refitted.value) for point in section.points if point.refitted
+        (point.rank, point.refitted.value) for point in drawn if point.refitted
     ]
     assert [(row["x"], row["y"]) for row in truncated] == [
-        (point.rank, point.truncated.value) for point in section.points
+        (point.rank, point.truncated.value) for point in drawn
     ]
     ((knee,),) = layers(specification, "rect")
     assert (knee["x"], knee["until"]) == (section.knee.low, section.knee.high)
@@ -75,9 +85,7 @@ def test_rank_curves_lines_and_knee(diagnosis: Diagnosis) -> None:
     assert full is not None
     assert {section.original.value, full.value + section.tolerance} <= {row.get("y") for row in rules}
     # What lies above the frame is not drawn as a point on top of it, and the reader is told.
-    _, y = picture.axes()
     (points,) = layers(specification, "point")
-    assert y.high is not None
     assert all(row["y"] <= y.high for row in points)
     assert len(points) < len(refitted) + len(truncated)
     assert "run out of the picture" in picture.notes[0]
@@ -91,7 +99,9 @@ def test_ranks_that_were_not_refitted_have_no_point(diagnosis: Diagnosis) -> Non
     )
     record = dataclasses.replace(diagnosis, rank_needed=dataclasses.replace(section, points=points))
     (trace, _) = diagnosis_curves.rank_needed(subjects_of([record])).traces
-    assert [point.x for point in trace.points] == [point.rank for point in points if point.refitted]
+    expected = [point.rank for point in points if point.refitted]
+    assert [point.x for point in trace.points] == expected[-len(trace.points) :]
+    assert len(trace.points) >= 2
 
 
 def test_least_rank_is_marked_on_the_curve(diagnosis: Diagnosis) -> None:

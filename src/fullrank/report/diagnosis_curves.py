@@ -234,18 +234,22 @@ def rank_needed(subjects: Sequence[Subject]) -> Curves:
             )
         ]
     notes = []
-    top = left = None
+    top = None
     if highest - lowest > TALLEST:
         top = lowest + TALLEST
         # From the last rank that is out of sight on: what lies before it would be empty.
         first = min(rank for rank, loss in measured if loss <= top)
-        left = max((rank for rank, _ in measured if rank < first), default=None)
+        left = max((rank for rank, _ in measured if rank < first), default=first)
+        traces = [
+            dataclasses.replace(trace, points=tuple(point for point in trace.points if point.x >= left))
+            for trace in traces
+        ]
         notes.append(
             f"Losses more than {number(TALLEST)} nats above the lowest run out of the picture at the top; "
             "the table has them all."
         )
     return Curves(
-        x=Axis(title="rank of the output matrix (log scale)", log=True, powers_of_two=True, low=left),
+        x=Axis(title="rank of the output matrix (log scale)", log=True, powers_of_two=True),
         y=dataclasses.replace(LOSS_AXIS, high=top),
         traces=tuple(traces),
         horizontal=tuple(lines),
