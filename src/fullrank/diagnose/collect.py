@@ -123,13 +123,15 @@ def tokenise(
     return Windows(
         ids=chosen,
         sizes=sizes.clamp(min=0),
-        sources=tuple(document.name for document in documents) if files else (texts_default(len(documents)),),
+        sources=tuple(document.name for document in documents)
+        if files
+        else (_default_source(len(documents)),),
         sha256=texts.sha256(documents),
         starts_with_bos=bos is not None,
     )
 
 
-def texts_default(count: int) -> str:
+def _default_source(count: int) -> str:
     import platform
 
     return f"Python {platform.python_version()} documentation and docstrings, {count} pieces"

@@ -212,6 +212,7 @@ class RankPoint:
     refitted: Estimate | None
     """W = A B refitted on frozen states from the truncation; None for ranks that were not refitted."""
     learning_rate: float | None
+    """The pace that was chosen, relative to the width: `diagnose/frozen.py` says how it is meant."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +253,9 @@ class HeadFit:
     """The same against softmax_equal."""
     gain_by_seed: tuple[float, ...]
     learning_rate: float
+    """The pace that was chosen, relative to the width."""
     steps: int
+    """After which the fit was best on the tokens set aside for choosing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
