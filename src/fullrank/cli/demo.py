@@ -41,6 +41,7 @@ def demo(options: Demo) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from fullrank import report, results
+    from fullrank.cli import outcome
     from fullrank.studies import ladder
 
     console = Console()
@@ -63,13 +64,11 @@ def demo(options: Demo) -> None:
             config, lambda label, share: progress.update(task, description=label, completed=share)
         )
     made = results.provenance(seed=options.seed, device="cpu")
-    results.save(record, options.out / "results.json", made)
-    report.write(record, made, options.out / "report.html")
+    outcome.write(record, made, options.out)
     console.print(table(record))
     for line in findings(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for label, name in (("results", "results.json"), ("page", "report.html")):
-        console.print(f"{label:<8}{options.out / name}", highlight=False, markup=False, soft_wrap=True)
+    outcome.say_where(console, options.out)
 
 
 def table(record: Ladder) -> Table:

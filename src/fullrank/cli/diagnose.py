@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fullrank.diagnose.diagnosis import Settings
-    from fullrank.results import Diagnosis, Estimate, Provenance
+    from fullrank.results import Diagnosis, Estimate
 
 Question = Literal[
     "loss",
@@ -80,6 +80,7 @@ def diagnose(options: Diagnose) -> None:
     from rich.console import Console
 
     from fullrank import report, results
+    from fullrank.cli import outcome
 
     console = Console()
     settings = _settings(options)
@@ -113,17 +114,17 @@ def diagnose(options: Diagnose) -> None:
                 progress=bar.update,
             )
     except Interrupted as stopped:
-        _write(stopped.record, made, options.out)
+        outcome.write(stopped.record, made, options.out)
         missing = ", ".join(one.question for one in stopped.record.missing if one.reason == "interrupted")
         words = f"not answered: {missing}" if missing else "earlier answers were kept"
         console.print(f"interrupted; {words}", highlight=False, markup=False, soft_wrap=True)
-        _paths(console, options.out)
+        outcome.say_where(console, options.out)
         raise
-    _write(record, made, options.out)
+    outcome.write(record, made, options.out)
     console.print(table(record))
     for line in findings(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    _paths(console, options.out)
+    outcome.say_where(console, options.out)
 
 
 def _settings(options: Diagnose) -> Settings:
@@ -154,18 +155,6 @@ def _device_name(device: str) -> str:
     if device.startswith("cuda") and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
     return f"{device}, {torch.get_num_threads()} threads" if device == "cpu" else device
-
-
-def _write(record: Diagnosis, made: Provenance, out: Path) -> None:
-    from fullrank import report, results
-
-    results.save(record, out / "results.json", made)
-    report.write(record, made, out / "report.html")
-
-
-def _paths(console: object, out: Path) -> None:
-    for label, name in (("results", "results.json"), ("page", "report.html")):
-        console.print(f"{label:<8}{out / name}", highlight=False, markup=False, soft_wrap=True)  # type: ignore[attr-defined]
 
 
 class _Bar:

@@ -43,6 +43,7 @@ def series(options: Series) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from fullrank import report, results
+    from fullrank.cli import outcome
     from fullrank.diagnose import series as analysis
 
     console = Console()
@@ -62,13 +63,11 @@ def series(options: Series) -> None:
             seed=options.seed,
         )
     made = results.provenance(seed=options.seed, device="cpu")
-    results.save(record, options.out / "results.json", made)
-    report.write(record, made, options.out / "report.html")
+    outcome.write(record, made, options.out)
     console.print(table(record))
     for line in findings(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for label, name in (("results", "results.json"), ("page", "report.html")):
-        console.print(f"{label:<8}{options.out / name}", highlight=False, markup=False, soft_wrap=True)
+    outcome.say_where(console, options.out)
 
 
 def table(record: Record) -> Table:
