@@ -174,3 +174,14 @@ def test_findings_are_counted_from_the_record() -> None:
     _, first, second = findings(ladder(rung("softmax", 0.4), rung("mos", 0.7)))
     assert "below" in first
     assert second.endswith("none")
+
+
+def test_a_reader_that_leaves_early_is_no_mistake() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m fullrank.cli.main diagnose --help | head -1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith("usage:")

@@ -1,7 +1,7 @@
 """`fullrank`: choose a command, run it, and turn what goes wrong into one sentence and an exit code.
 
-Exit codes: 0 done, 1 our mistake, 2 the user's mistake (nothing was written), 130 interrupted. Commands
-import what is heavy when they run, so that `--help` and `--version` answer at once.
+Exit codes: 0 done, 1 our mistake, 2 the user's mistake (nothing was written), 130 interrupted, 141 the reader
+of a pipe left. Commands import what is heavy when they run, so that `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ DEBUG = "FULLRANK_DEBUG"
 
 def main() -> None:
     """Entry point of the `fullrank` script."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has left, as `head` does: no mistake of anyone's. What Python still holds
+        # goes nowhere, or it would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -60,6 +68,8 @@ def run(arguments: list[str]) -> int:
         return _complain(str(error), 2)
     except KeyboardInterrupt:
         return _complain("interrupted; nothing further was written", 130)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         return _complain(f"{error}: check the path and its permissions", 2)
     except Exception as error:
