@@ -59,8 +59,6 @@ class Settings:
     """Fits of every head."""
     rates: tuple[float, ...] = frozen.RATES
     epochs: int = frozen.EPOCHS
-    refit: tuple[int, ...] = ()
-    """Ranks at which W = A B is refitted; a grid over the width if empty."""
     search_seconds: float = 25.0
     """Time for the search for unreachable tokens and the capacity."""
     gradient_tokens: int = 512
@@ -237,7 +235,6 @@ class _Answers:
     def rank_needed(self, progress: Progress) -> object:
         return rank_needed.rank_needed(
             self.setting(),
-            refit=self.settings.refit,
             rates=self.settings.rates,
             epochs=self.settings.epochs,
             seed=self.settings.seed,
@@ -308,12 +305,18 @@ def _answer(
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
     seconds: dict[str, float] = {}
+
+    def keep(name: str, reason: str) -> None:
+        """Better the earlier answer to a question than none."""
+        answer = getattr(earlier, name, None)
+        if earlier is not None and answer is not None:
+            found[name], seconds[name] = answer, earlier.seconds.get(name, math.nan)
+        else:
+            missing[name] = reason
+
     for name in QUESTIONS:
-        kept = getattr(earlier, name) if earlier is not None else None
-        if name not in asked and kept is not None and earlier is not None:
-            found[name], seconds[name] = kept, earlier.seconds.get(name, math.nan)
-        elif name not in asked:
-            missing[name] = NOT_ASKED
+        if name not in asked:
+            keep(name, NOT_ASKED)
     stopped = False
     for name in asked:
         if stopped:
@@ -334,12 +337,7 @@ def _answer(
             missing[name] = str(error).split("\n")[0] or type(error).__name__
     for name in asked:
         if name not in found and name not in missing:
-            kept = getattr(earlier, name) if earlier is not None else None
-            if kept is not None and earlier is not None:
-                # Better the earlier answer than none.
-                found[name], seconds[name] = kept, earlier.seconds.get(name, math.nan)
-            else:
-                missing[name] = INTERRUPTED
+            keep(name, INTERRUPTED)
     record = _record(answers, windows, found, missing, seconds)
     if stopped:
         raise Interrupted(record)

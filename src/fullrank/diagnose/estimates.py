@@ -13,7 +13,7 @@ blocks are hard for both.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -75,7 +75,6 @@ def around(centre: float, error: float, degrees: float) -> Estimate:
     return Estimate(value=centre, low=centre - reach, high=centre + reach)
 
 
-def transformed(estimate: Estimate, function: object) -> Estimate:
+def transformed(estimate: Estimate, function: Callable[[float], float]) -> Estimate:
     """A rising function of an estimate: of its value and of both ends."""
-    assert callable(function)
     return Estimate(value=function(estimate.value), low=function(estimate.low), high=function(estimate.high))

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from fullrank.diagnose.output_layer import OutputLayer
-from fullrank.diagnose.spectrum import gram_matrix, storage_noise
+from fullrank.diagnose.spectrum import centred_gram, storage_noise
 from fullrank.errors import FullrankError
 from fullrank.results.diagnosis import LogprobRank
 from fullrank.theory import least_rank
-from fullrank.theory.rank import ROUNDINGS, UNIT_ROUNDOFF
+from fullrank.theory.rank import ROUNDINGS, UNIT_ROUNDOFF, largest_gap, turned_down
 
 CONTEXTS, COLUMNS = 1536, 2048
 """Size of the sample for heads that are not linear."""
@@ -70,7 +70,7 @@ def _by_core(
     noise = rounding * float(states.square().mean().sqrt()) * (math.sqrt(N) + math.sqrt(basis.shape[1]))
     most = min(states_rank + (output.bias is not None), V - 1)
     rank = int((singular > noise).sum())
-    gap_rank, gap = _gap(singular, rank, noise)
+    gap_rank, gap = largest_gap(singular, rank, noise)
     if len(values) > basis.shape[1]:
         # What ends the matrix's own spectrum ends the rank too, if its fall is the steeper one.
         below = max(float(values[basis.shape[1]]), 1e-16 * float(values[0]))
@@ -95,8 +95,8 @@ def _row_space(output: OutputLayer, storage: str) -> tuple[Tensor, Tensor]:
     """An orthonormal basis [D (+ 1), r] of the centred matrix's rows, and the singular values it was told by.
 
     Rows of padding are left out: they are no tokens, and a constant that fills them would pass for a rank.
-    Large rows and columns are scaled down to the median one first, as in `theory.rank`: it leaves the rank as
-    it is and makes rounding even. Columns with a large mean would else pass for dimensions by their rounding.
+    Large rows and columns are scaled down first, as in `theory.rank`: it leaves the rank as it is and makes
+    rounding even. Columns with a large mean would else pass for dimensions by their rounding.
     """
     matrix = output.weight[: output.tokens]
     rows, columns = _level(matrix)
@@ -108,12 +108,7 @@ def _row_space(output: OutputLayer, storage: str) -> tuple[Tensor, Tensor]:
         scale = float(matrix.double().std()) / spread if spread > 0 else 0.0
         matrix = torch.cat([matrix, scale * bias], dim=1)
         columns = torch.cat([columns, columns.median()[None]])
-    pairs = list(zip(matrix.split(8192), rows[:, None].split(8192), strict=True))
-    mean = sum(part.double().sum(dim=0) for part, _ in pairs) / len(matrix)
-    # Σ (w - m)(w - m)ᵀ = Σ w wᵀ - count m mᵀ cancels where the mean is large; centre slice by slice instead.
-    gram = torch.zeros(matrix.shape[1], matrix.shape[1], dtype=torch.float64, device=matrix.device)
-    for part, factor in pairs:
-        gram += gram_matrix((part.double() - mean) * factor * columns)
+    mean, gram = centred_gram(matrix, rows, columns)
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0).clamp(min=0).sqrt(), vectors.flip(1)
     if float(values[-1]) <= 1e-6 * float(values[0]):
@@ -128,16 +123,11 @@ def _row_space(output: OutputLayer, storage: str) -> tuple[Tensor, Tensor]:
 
 
 def _level(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the rows [V] and of the columns [D], 1 where they are no larger than the median."""
+    """Factors of the rows [V] and of the columns [D], 1 where they are of ordinary size."""
     squares = sum(part.double().square().sum(dim=0) for part in matrix.split(8192))
-    columns = _turned_down(torch.as_tensor(squares).sqrt())
+    columns = turned_down(torch.as_tensor(squares).sqrt())
     rows = torch.cat([(part.double() * columns).norm(dim=1) for part in matrix.split(8192)])
-    return _turned_down(rows), columns
-
-
-def _turned_down(size: Tensor) -> Tensor:
-    heard = size[size > 0]
-    return (heard.median() / size).clamp(max=1.0) if len(heard) else torch.ones_like(size)
+    return turned_down(rows), columns
 
 
 def _by_columns(hidden: Tensor, output: OutputLayer, seed: int) -> LogprobRank:
@@ -160,16 +150,6 @@ def _by_columns(hidden: Tensor, output: OutputLayer, seed: int) -> LogprobRank:
         method="columns",
         singular_values=tuple(found.singular_values.tolist()),
     )
-
-
-def _gap(singular: Tensor, rank: int, noise: float) -> tuple[int, float]:
-    """Where consecutive values above the noise fall by the largest ratio; noise follows the last one."""
-    if rank == 0:
-        return 0, 1.0
-    following = torch.cat([singular[1:], singular.new_tensor([noise])])[:rank]
-    ratios = singular[:rank] / following.clamp(min=1e-16 * float(singular[0]))
-    place = int(ratios.argmax())
-    return place + 1, float(ratios[place])
 
 
 def _reason(output: OutputLayer, states_rank: int, norm: str, contexts: int, most: int) -> str:

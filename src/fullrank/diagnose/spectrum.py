@@ -82,16 +82,21 @@ def gram_matrix(tall: Tensor) -> Tensor:
     return gram
 
 
-def centred_gram(tall: Tensor) -> tuple[Tensor, Tensor]:
+def centred_gram(
+    tall: Tensor, rows: Tensor | None = None, columns: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The mean row, and the Gram matrix of the rows less their mean, in fp64.
 
-    Each slice is centred first: Σ w wᵀ less the mean's share would cancel where the mean is large.
+    With factors of the rows [V] and columns [D] it is that of the centred matrix scaled by them. Each slice
+    is centred first: Σ w wᵀ less the mean's share would cancel where the mean is large.
     """
     slices = tall.split(8192)
-    mean = torch.stack([rows.double().sum(dim=0) for rows in slices]).sum(dim=0) / len(tall)
+    rows = torch.ones(len(tall), device=tall.device) if rows is None else rows
+    columns = torch.ones(tall.shape[1], device=tall.device) if columns is None else columns
+    mean = torch.stack([part.double().sum(dim=0) for part in slices]).sum(dim=0) / len(tall)
     gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64, device=tall.device)
-    for rows in slices:
-        gram += gram_matrix(rows.double() - mean)
+    for part, factor in zip(slices, rows[:, None].split(8192), strict=True):
+        gram += gram_matrix((part.double() - mean) * factor * columns)
     return mean, gram
 
 

@@ -96,7 +96,7 @@ def least_rank(
     ceiling = min(N - 1 if bias else N, V - 1)
     floor = _noise_floor(rows * A * columns, float(singular_values[0]), source)
     rank = int((singular_values[:ceiling] > floor).sum())
-    gap_rank, gap = _largest_gap(singular_values[:ceiling], rank, floor)
+    gap_rank, gap = largest_gap(singular_values[:ceiling], rank, floor)
     return LeastRank(
         rank=rank,
         gap_rank=gap_rank,
@@ -215,12 +215,13 @@ def _level(A: Tensor) -> tuple[Tensor, Tensor]:
     removes while its noise stays, would count as a dimension of its own; a masked token would raise the floor
     for all the others. Scaling keeps the rank and makes the noise even, and ordinary matrices need none.
     """
-    rows = _turned_down(A.square().mean(dim=1, keepdim=True).sqrt())
-    columns = _turned_down((A * rows).square().mean(dim=0, keepdim=True).sqrt())
+    rows = turned_down(A.square().mean(dim=1, keepdim=True).sqrt())
+    columns = turned_down((A * rows).square().mean(dim=0, keepdim=True).sqrt())
     return rows, columns
 
 
-def _turned_down(size: Tensor) -> Tensor:
+def turned_down(size: Tensor) -> Tensor:
+    """Factors that bring sizes above twice the median one down to that."""
     heard = size[size > 0]
     if heard.numel() == 0:
         return torch.ones_like(size)
@@ -261,7 +262,7 @@ def _noise_floor(scaled: Tensor, largest: float, source: torch.dtype) -> float:
     return made + UNIT_ROUNDOFF[torch.float64] * largest * spread
 
 
-def _largest_gap(singular_values: Tensor, rank: int, floor: float) -> tuple[int, float]:
+def largest_gap(singular_values: Tensor, rank: int, floor: float) -> tuple[int, float]:
     """The place of the largest ratio among values above the floor, which follows the last of them all.
 
     Ratios further down compare noise with noise: meaningless, and enormous where a value is zero.
