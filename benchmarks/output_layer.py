@@ -1,6 +1,7 @@
 """The mixture loss against plain torch, torch.compile and torch's own linear_cross_entropy, in one run.
 
     python -m benchmarks.output_layer --device cpu
+    python -m benchmarks.output_layer --device cuda --impl triton chunked
 
 Forward and backward of a mixture of K softmaxes, N tokens, width D, vocabulary V:
 
@@ -12,6 +13,7 @@ Forward and backward of a mixture of K softmaxes, N tokens, width D, vocabulary 
 
 Times are taken in rounds, every variant once a round, so that a busy machine slows all alike; the figures are
 medians and quartiles. Peak memory is beyond inputs and gradients, each variant in a process of its own.
+With --impl the named implementations are held against the bare products alone, on the shapes of `GPU_SHAPES`.
 The bar, for the default shape in fp32 on a CPU: at most 0.9 of eager's time and a tenth of eager's memory.
 """
 
@@ -62,6 +64,15 @@ class Shape:
     """Vocabulary."""
 
 
+# Language models with mixtures and without: WikiText-2 with long and short batches, GPT-2's vocabulary.
+GPU_SHAPES = (
+    Shape(N=8192, K=10, D=280, V=33278),
+    Shape(N=2800, K=10, D=280, V=33278),
+    Shape(N=2800, K=1, D=400, V=33278),
+    Shape(N=8192, K=4, D=768, V=50304),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Measure the output layer: this package against plain torch and its peers."""
@@ -71,6 +82,8 @@ class Config:
     shape: Shape = dataclasses.field(default_factory=Shape)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of rows and weight."""
+    impl: tuple[Literal["auto", "triton", "chunked"], ...] = ()
+    """Measure these implementations against the bare products alone, in bfloat16 on several shapes."""
     repeats: int = 7
     """Rounds; every variant runs once in each."""
     threads: int = 0
@@ -109,8 +122,8 @@ def make_inputs(shape: Shape, config: Config) -> Inputs:
     )
 
 
-def fullrank_loss(inputs: Inputs) -> Tensor:
-    return mixture_nll(inputs.rows, inputs.log_prior, inputs.weight, inputs.targets)
+def fullrank_loss(inputs: Inputs, impl: str = "auto") -> Tensor:
+    return mixture_nll(inputs.rows, inputs.log_prior, inputs.weight, inputs.targets, impl=impl)
 
 
 def eager_loss(rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -129,10 +142,11 @@ def torch_loss(inputs: Inputs) -> Tensor:
 
 
 def products(inputs: Inputs) -> Callable[[], None]:
-    """Scores, the rows' gradient and W's gradient, in chunks of 512 rows on a CPU as the loss has them."""
+    """Scores, the rows' gradient and W's gradient, in chunks and with padded rows as the loss has them."""
     rows, weight = inputs.rows.detach().flatten(0, 1), inputs.weight.detach()
-    chunk = 512 if rows.device.type == "cpu" else 8192
-    scores = rows.new_empty(min(chunk, rows.shape[0]), weight.shape[0])
+    V = weight.shape[0]
+    chunk, stride = (512, V) if rows.device.type == "cpu" else (16384, -(-V // 64) * 64)
+    scores = rows.new_empty(min(chunk, rows.shape[0]), stride)[:, :V]
     d_rows, d_weight = torch.empty_like(rows), torch.empty_like(weight)
 
     def run() -> None:
@@ -159,7 +173,7 @@ def make_step(variant: str, inputs: Inputs) -> Callable[[], None]:
         "compiled": lambda: compiled(*tensors),
         "torch": lambda: torch_loss(inputs),
     }
-    loss = losses[variant]
+    loss = losses.get(variant) or (lambda: fullrank_loss(inputs, variant))
 
     def run() -> None:
         inputs.drop_gradients()
@@ -182,13 +196,15 @@ def seconds(step: Callable[[], None], device: str) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def measure_times(config: Config) -> tuple[dict[str, list[float]], dict[str, str]]:
+def measure_times(
+    config: Config, variants: tuple[str, ...] = VARIANTS
+) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Seconds of every variant and round, and why a variant is missing."""
     inputs = make_inputs(config.shape, config)
     steps: dict[str, Callable[[], None]] = {}
     times: dict[str, list[float]] = {}
     missing: dict[str, str] = {}
-    for variant in VARIANTS:
+    for variant in variants:
         try:
             step = make_step(variant, inputs)
             step()
@@ -326,11 +342,36 @@ def show(config: Config, lines: dict[str, dict[str, Any]]) -> None:
     Console(width=max(100, Console().width)).print(table)
 
 
+def compare_implementations(config: Config) -> None:
+    """A table of the implementations asked for: milliseconds and their ratio to three bare products."""
+    table = Table(title=f"Forward and backward in bfloat16 on {config.device}, against three bare products")
+    for column in ("N", "K", "D", "V", "variant", "milliseconds", "time / products", "quartiles", "peak MiB"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for shape in GPU_SHAPES:
+        here = dataclasses.replace(config, shape=shape, dtype="bfloat16", impl=())
+        times, missing = measure_times(here, ("products", *config.impl))
+        sizes = [str(size) for size in dataclasses.astuple(shape)]
+        for variant, each in times.items():
+            pairs = zip(each, times["products"], strict=True)
+            low, middle, high = quartiles([mine / bare for mine, bare in pairs])
+            peak = "-" if variant == "products" else peak_in_a_process(here, variant)
+            table.add_row(
+                *sizes, variant, f"{1e3 * statistics.median(each):.3f}", f"{middle:.3f}",
+                f"{low:.3f} to {high:.3f}", f"{peak / MIB:.0f}" if isinstance(peak, int) else peak,
+            )  # fmt: skip
+        for variant, why in missing.items():
+            table.add_row(*sizes, variant, "-", "-", why, "-")
+    Console(width=max(120, Console().width)).print(table)
+
+
 def run(config: Config) -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
     # torch tells of slow bf16 and of its own fallbacks; the figures show them.
     warnings.simplefilter("ignore")
+    if config.impl and not config.peak:
+        compare_implementations(config)
+        return 0
     if config.peak:
         print(measure_peak(config))
         return 0

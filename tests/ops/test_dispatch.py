@@ -270,7 +270,10 @@ MIXTURE_ERRORS = {
         {"reduction": "average"},
         r"reduction='average' is unknown: expected one of mean, sum, none",
     ),
-    "implementation": ({"impl": "fast"}, r"impl='fast' is unknown: expected one of auto, chunked, reference"),
+    "implementation": (
+        {"impl": "fast"},
+        r"impl='fast' is unknown: expected one of auto, triton, chunked, reference",
+    ),
     "token-weight-shape": (
         {"token_weight": torch.ones(3)},
         r"token_weight has shape \[3\], expected that of targets, \[4\]",

@@ -91,4 +91,4 @@ def test_default_workspace_keeps_usual_vocabularies_whole(K, V, whole):
 
 def test_default_workspaces():
     assert default_workspace(CPU) == 256 * MIB
-    assert default_workspace(torch.device("cuda")) == 1024 * MIB
+    assert default_workspace(torch.device("cuda")) == 2048 * MIB

@@ -21,6 +21,8 @@ from fullrank.errors import FullrankError
 from fullrank.ops import chunked
 from fullrank.ops.pointwise import from_parts
 from fullrank.ops.reference import compute_dtype
+from fullrank.ops.targets import check_targets as check_targets
+from fullrank.ops.targets import count_targets
 from fullrank.ops.tiles import Gradients, Needs, Statistics
 
 Optional = Tensor | None
@@ -29,34 +31,28 @@ Optional = Tensor | None
 MIXTURE_TENSORS, ROWS_TENSORS = 7, 5
 
 
-def check_targets(targets: Tensor, V: int, ignore_index: int | None) -> None:
-    """Raise for a target that no row of W belongs to, naming it. It lives inside the operators, where
-    the values are known even under torch.compile."""
-    if targets.numel() == 0:
-        return
-    bad = (targets < 0) | (targets >= V)
-    if ignore_index is not None:
-        bad &= targets != ignore_index
-    if bool(bad.any()):
-        first = int(targets[bad][0])
-        ignored = "" if ignore_index is None else f" or ignore_index={ignore_index}"
-        raise FullrankError(
-            f"target {first} is outside the vocabulary: "
-            f"expected 0 <= target < V={V}{ignored}; check the tokenizer against the head"
-        )
-
-
 def _or_empty(like: Tensor, *tensors: Optional) -> tuple[Tensor, ...]:
     """An operator returns tensors only: nothing is an empty one."""
     return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
 
 
-def _cast(gradients: Sequence[Tensor], inputs: Sequence[Optional]) -> list[Optional]:
-    """Each gradient in the dtype of its input; an empty one means that nobody asked."""
-    return [
-        gradient.to(tensor.dtype) if tensor is not None and gradient.shape == tensor.shape else None
-        for gradient, tensor in zip(gradients, inputs, strict=True)
-    ]
+def _cast(gradient: Tensor, tensor: Optional) -> Optional:
+    """A gradient in the dtype of its input; an empty one means that nobody asked."""
+    return None if tensor is None or gradient.shape != tensor.shape else gradient.to(tensor.dtype)
+
+
+def _scale(gradient: Tensor, tensor: Optional, scale: Tensor) -> Optional:
+    """The same times the upstream gradient; overwrites the gradient."""
+    if type(gradient) is not Tensor:
+        # A traced gradient is the graph's, which may not change it.
+        return _cast(gradient * scale, tensor)
+    if tensor is None or gradient.shape != tensor.shape:
+        return None
+    if gradient.is_cuda and gradient.dtype != tensor.dtype:
+        # One kernel; a processor would scale into a copy first.
+        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=tensor.dtype))
+    # In place, so that W's gradient exists once.
+    return gradient.mul_(scale).to(tensor.dtype)
 
 
 def _fake_summed(needs: Needs, weight: Tensor, slopes: Optional, wide: torch.dtype) -> tuple[Optional, ...]:
@@ -94,33 +90,42 @@ def mixture(
     ignore_index: int,
     stats: bool,
     needs: Sequence[bool],
-    workspace: int,
+    workspace: int | None,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss, nll [N], argmax [N], entropy [N], factor, then the gradients of the differentiable inputs."""
-    check_targets(targets, weight.shape[0], ignore_index)
+    # Inside the operator, where the values are known even under torch.compile.
+    counted = count_targets(targets, weight.shape[0], ignore_index)
     wide = compute_dtype(rows.dtype)
-    share = torch.ones_like(targets, dtype=wide) if token_weight is None else token_weight.to(wide)
-    share = torch.where(targets != ignore_index, share, 0.0)
-    # The gradients are made for weights of at most 1 and scaled once at the end: in fp16 a row times 1/N
-    # would be a subnormal number.
-    largest = share.abs().amax() if share.numel() else share.new_ones(())
-    largest = torch.where(largest == 0, 1.0, largest)
+    share: Optional = None
+    largest = rows.new_ones((), dtype=wide)
+    if token_weight is not None or counted.ignored is not None:
+        share = torch.ones_like(targets, dtype=wide) if token_weight is None else token_weight.to(wide)
+        share = torch.where(targets != ignore_index, share, 0.0)
+        # The gradients are made for weights of at most 1 and scaled once at the end: in fp16 a row times 1/N
+        # would be a subnormal number.
+        largest = share.abs().amax() if share.numel() else largest
+        largest = torch.where(largest == 0, 1.0, largest)
     out = chunked.mixture_forward(
-        rows, log_prior, weight, targets, bias, None if token_weight is None else share / largest,
+        rows, log_prior, weight, counted.targets, bias, None if share is None else share / largest,
         from_parts(kind, constant, slopes),
-        ignore_index=ignore_index, needs=Needs(*needs), late=False, stats=stats, workspace=workspace,
+        positions=counted.positions, needs=Needs(*needs), late=False, stats=stats,
+        workspace=workspace, impl=impl,
     )  # fmt: skip
+    nll = counted.blank(out.nll, 0.0)
     # A token that is given no weight counts nothing, even at an infinite loss.
-    weighted = out.nll if token_weight is None else torch.where(share == 0, 0.0, out.nll * share)
+    weighted = nll if share is None else torch.where(share == 0, 0.0, nll * share)
     loss, factor = weighted.sum(), largest
     if mean:
         # Nothing counted, nothing lost: loss 0 and gradient 0, not 0/0.
-        mass = share.sum()
+        mass = rows.new_full((), counted.count or 0, dtype=wide) if share is None else share.sum()
         inverse = torch.where(mass == 0, 0.0, 1.0 / mass)
         loss, factor = loss * inverse, largest * inverse
+    loss, factor = counted.spoil(loss), counted.spoil(factor)
     summed = _summed(out.gradients, kind, constant, slopes)
-    gradients = _or_empty(out.nll, out.d_rows, out.d_prior, *summed)
-    return loss, out.nll, out.argmax, out.entropy, factor.clone(), *gradients  # type: ignore[return-value]
+    gradients = _or_empty(nll, out.d_rows, out.d_prior, *summed)
+    argmax, entropy = counted.blank(out.argmax, -1), counted.blank(out.entropy, 0.0)
+    return loss, nll, argmax, entropy, factor.clone(), *gradients  # type: ignore[return-value]
 
 
 @mixture.register_fake
@@ -164,9 +169,9 @@ def _mixture_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optio
         with torch.no_grad():
             gradients = list(mixture(*inputs, *ctx.options)[5:])
     scale = upstream * factor
-    # In place, so that W's gradient exists once. A traced gradient is the graph's, which may not change it.
-    gradients = [each.mul_(scale) if type(each) is Tensor else each * scale for each in gradients]
-    d_rows, d_prior, d_weight, d_bias, d_slopes = _cast(gradients, [rows, log_prior, weight, bias, slopes])
+    tensors = [rows, log_prior, weight, bias, slopes]
+    scaled = [_scale(each, tensor, scale) for each, tensor in zip(gradients, tensors, strict=True)]
+    d_rows, d_prior, d_weight, d_bias, d_slopes = scaled
     return (d_rows, d_prior, d_weight, None, d_bias, None, d_slopes, *nothing)
 
 
@@ -184,20 +189,23 @@ def rows_statistics(
     constant: float,
     ignore_index: int | None,
     needs: Sequence[bool],
-    workspace: int,
+    workspace: int | None,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """target [R], lse [R], nll [R], then what the backward pass keeps: maximum [R], others [R] and, where all
     but the rows is frozen, Q W [R, D]."""
-    check_targets(targets, weight.shape[0], ignore_index)
+    counted = count_targets(targets, weight.shape[0], ignore_index)
     out = chunked.mixture_forward(
-        rows[:, None, :], rows.new_zeros(rows.shape[0], 1), weight, targets, bias, None,
+        rows[:, None, :], rows.new_zeros(rows.shape[0], 1), weight, counted.targets, bias, None,
         from_parts(kind, constant, slopes),
-        ignore_index=ignore_index, needs=Needs(*needs), late=True, stats=False, workspace=workspace,
+        positions=counted.positions, needs=Needs(*needs), late=True, stats=False,
+        workspace=workspace, impl=impl,
     )  # fmt: skip
     assert out.statistics is not None
-    statistics = Statistics(*(column.flatten() for column in out.statistics))
+    statistics = Statistics(*(counted.blank(column.flatten(), 0.0) for column in out.statistics))
     ready = rows.new_empty(0) if out.d_rows is None else out.d_rows.flatten(1)
-    return statistics.target, statistics.lse, out.nll, statistics.maximum, statistics.others, ready
+    target, nll = counted.spoil(statistics.target), counted.spoil(counted.blank(out.nll, 0.0))
+    return target, counted.spoil(statistics.lse), nll, statistics.maximum, statistics.others, ready
 
 
 @rows_statistics.register_fake
@@ -232,7 +240,8 @@ def _rows_backward(
     gradients = rows_gradient(
         rows, weight, targets, bias, slopes, target, maximum, others, ready, upstream, at_target, *ctx.options
     )
-    d_rows, d_weight, d_bias, d_slopes = _cast(gradients, [rows, weight, bias, slopes])
+    tensors = [rows, weight, bias, slopes]
+    d_rows, d_weight, d_bias, d_slopes = (_cast(*pair) for pair in zip(gradients, tensors, strict=True))
     return (d_rows, d_weight, None, d_bias, d_slopes, *[None] * len(ctx.options))
 
 
@@ -256,14 +265,16 @@ def rows_gradient(
     constant: float,
     ignore_index: int | None,
     needs: Sequence[bool],
-    workspace: int,
+    workspace: int | None,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wanted = Needs(*needs)
+    counted = count_targets(targets, weight.shape[0], ignore_index)
     d_rows, gradients = chunked.rows_backward(
-        rows, weight, targets, bias, from_parts(kind, constant, slopes),
+        rows, weight, counted.targets, bias, from_parts(kind, constant, slopes),
         Statistics(maximum, others, target), upstream, at_target,
-        ready=ready if wanted.rows_alone else None, ignore_index=ignore_index, needs=wanted,
-        workspace=workspace,
+        ready=ready if wanted.rows_alone else None, positions=counted.positions, needs=wanted,
+        workspace=workspace, impl=impl,
     )  # fmt: skip
     return _or_empty(upstream, d_rows, *_summed(gradients, kind, constant, slopes))  # type: ignore[return-value]
 

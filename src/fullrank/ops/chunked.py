@@ -7,7 +7,8 @@
 The target score and the normaliser of single rows are `mixture_forward` with K = 1 and its statistics.
 
 Nothing here knows autograd; `autograd.py` makes operators of these. Ignored tokens are left out before any
-product, so what their rows hold does not matter, not even NaN.
+product, so what their rows hold does not matter, not even NaN. On CUDA the elementwise work is one kernel
+(`triton.py`) where that serves: the same loop, the same products.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullrank.ops.plan import make_plan
+from fullrank.errors import FullrankError
+from fullrank.ops.plan import default_workspace, make_plan
 from fullrank.ops.pointwise import PiecewiseLinear, Pointwise
 from fullrank.ops.reference import compute_dtype
 from fullrank.ops.tiles import (
@@ -27,6 +29,7 @@ from fullrank.ops.tiles import (
     Needs,
     Statistics,
     Vocabulary,
+    add_bias,
     add_products,
     add_slope_gradient,
     finish_tile,
@@ -57,39 +60,83 @@ class MixtureForward:
 
 
 def chunks(targets: Tensor, ignore_index: int | None, size: int) -> Iterator[Index]:
-    """Index every counted token, in pieces: slices while nothing is ignored, positions otherwise."""
+    """Index every counted token, in pieces."""
+    positions = None
     if ignore_index is not None:
         counted = targets != ignore_index
         if not bool(counted.all()):
             positions = counted.nonzero()[:, 0]
-            # An empty tensor splits into one empty piece, not into none.
-            yield from positions.split(size) if positions.numel() else ()
-            return
-    for start in range(0, targets.shape[0], size):
-        yield slice(start, min(start + size, targets.shape[0]))
+    return pieces(targets.shape[0], positions, size)
+
+
+def pieces(N: int, positions: Tensor | None, size: int) -> Iterator[Index]:
+    """Pieces of the positions, or slices of all N tokens where none are given."""
+    if positions is not None:
+        # An empty tensor splits into one empty piece, not into none.
+        yield from positions.split(size) if positions.numel() else ()
+        return
+    for start in range(0, N, size):
+        yield slice(start, min(start + size, N))
+
+
+def kernel_serves(impl: str, rows: Tensor, pointwise: Pointwise, *, stats: bool = False) -> bool:
+    """Whether the elementwise work goes to the kernel; impl="triton" raises where it cannot."""
+    if impl == "chunked" or (impl == "auto" and rows.device.type != "cuda"):
+        return False
+    from fullrank.ops import triton
+
+    obstacle = triton.obstacle(rows.device, rows.dtype, pointwise)
+    if obstacle is None and stats:
+        obstacle = "it makes no argmax and no entropy for return_stats=True"
+    if obstacle is not None and impl == "triton":
+        raise FullrankError(
+            f"impl='triton' cannot serve here: {obstacle}; pass impl='auto' for any path that can"
+        )
+    return obstacle is None
 
 
 def vocabulary_for(
-    rows: Tensor, K: int, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, workspace: int
+    rows: Tensor,
+    K: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    pointwise: Pointwise,
+    workspace: int | None,
+    *,
+    impl: str = "chunked",
+    stats: bool = False,
 ) -> Vocabulary:
     """W, b and f with a plan for rows [N, ..., D] of K a token."""
     V, D = weight.shape
+    bytes_ = default_workspace(rows.device) if workspace is None else workspace
     plan = make_plan(
         N=rows.shape[0], K=K, D=D, V=V, product=rows.dtype, device=rows.device,
-        tile_buffers=pointwise.tile_buffers, workspace=workspace,
+        tile_buffers=pointwise.tile_buffers, workspace=bytes_,
+        kernel=kernel_serves(impl, rows, pointwise, stats=stats),
     )  # fmt: skip
+    if impl == "triton" and not plan.kernel:
+        raise FullrankError(
+            f"impl='triton' cannot serve here: a workspace of {bytes_} bytes does not hold all V={V} scores "
+            "of enough rows; pass a larger workspace or impl='auto'"
+        )
     return Vocabulary(weight, bias, pointwise, product=rows.dtype, plan=plan, K=K)
 
 
-def empty_gradients(needs: Needs, weight: Tensor, pointwise: Pointwise, wide: torch.dtype) -> Gradients:
+def empty_gradients(
+    needs: Needs, weight: Tensor, pointwise: Pointwise, wide: torch.dtype, entries: int | None = None
+) -> Gradients:
+    """Zeros; W's and b's with `entries` rows where they are padded for the products."""
+    V, D = weight.shape
+    entries = V if entries is None else entries
+
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=wide, device=weight.device)
 
     slopes = needs.slopes and isinstance(pointwise, PiecewiseLinear)
     bins = pointwise.bins if isinstance(pointwise, PiecewiseLinear) else 0
     return Gradients(
-        weight=zeros(*weight.shape) if needs.weight else None,
-        bias=zeros(weight.shape[0]) if needs.bias else None,
+        weight=zeros(entries, D) if needs.weight else None,
+        bias=zeros(entries) if needs.bias else None,
         sums=zeros(bins).double() if slopes else None,
         moments=zeros(bins).double() if slopes else None,
     )
@@ -116,6 +163,12 @@ class Chunk:
             return torch.ones_like(row_nll)
         prior = self.log_prior[tokens]
         _, share = posterior(prior, row_nll.view(prior.shape))
+        return self.weigh(tokens, share)
+
+    def weigh(self, tokens: slice, share: Tensor) -> Tensor:
+        """The same from posterior shares [tokens, K]."""
+        if self.late:
+            return torch.ones_like(share).flatten()
         return (share if self.weight is None else share * self.weight[tokens, None]).flatten()
 
     def entry(self, statistics: Statistics) -> Tensor:
@@ -128,6 +181,8 @@ def score_and_keep(
 ) -> Statistics:
     """One product; leaves Q (up to `lacking`) in the buffer where `wanted`. Needs all V scores in it."""
     scores = vocabulary.score(chunk.rows, 0, vocabulary.V)
+    if vocabulary.plan.kernel:
+        return vocabulary.run_kernel(scores, chunk.targets, gradient=wanted, late=chunk.late)
     parts = []
     for tile in vocabulary.tiles(scores.shape[0]):
         tokens = slice(tile.start // vocabulary.K, tile.stop // vocabulary.K)
@@ -161,20 +216,23 @@ def mixture_forward(
     token_weight: Tensor | None,
     pointwise: Pointwise,
     *,
-    ignore_index: int | None,
+    positions: Tensor | None,
     needs: Needs,
     late: bool,
     stats: bool,
-    workspace: int,
+    workspace: int | None,
+    impl: str = "auto",
 ) -> MixtureForward:
     """rows [N, K, D], log_prior [N, K], targets [N]; products run in the dtype of rows.
+
+    positions are those of the counted tokens; None is all N.
 
     `late`: the upstream gradient of each token is not known yet. Then only what is linear in it row by row
     can be made now, which is Q W where all else is frozen; `rows_backward` makes the rest.
     """
     N, K, D = rows.shape
     wide = compute_dtype(rows.dtype)
-    vocabulary = vocabulary_for(rows, K, weight, bias, pointwise, workspace)
+    vocabulary = vocabulary_for(rows, K, weight, bias, pointwise, workspace, impl=impl, stats=stats)
     if late and not needs.rows_alone:
         needs = Needs()
     out = MixtureForward(
@@ -184,25 +242,29 @@ def mixture_forward(
         entropy=rows.new_zeros(N if stats else 0, dtype=wide),
         d_rows=rows.new_zeros(rows.shape) if needs.rows else None,
         d_prior=rows.new_zeros(N, K, dtype=wide) if needs.prior and not late else None,
-        gradients=empty_gradients(needs, weight, pointwise, wide),
+        gradients=empty_gradients(needs, weight, pointwise, wide, vocabulary.entries),
     )
-    for index in chunks(targets, ignore_index, vocabulary.plan.tokens):
+    for index in pieces(N, positions, vocabulary.plan.tokens):
         chunk = Chunk(
             rows=rows[index].reshape(-1, D),
-            targets=targets[index].repeat_interleave(K),
+            targets=targets[index, None].expand(-1, K).flatten(),
             log_prior=log_prior[index].to(wide),
             weight=None if token_weight is None else token_weight[index].to(wide),
             late=late,
         )
         shape = chunk.log_prior.shape
         mode = Mode(shape[0], chunk.log_prior) if stats else None
-        d_chunk = vocabulary.gradient_of_rows(chunk.rows) if needs.rows else None
+        d_chunk: Tensor | None = None
+        if out.d_rows is not None and vocabulary.kept and isinstance(index, slice):
+            d_chunk = out.d_rows[index].view(-1, D)
+        elif needs.rows:
+            d_chunk = vocabulary.gradient_of_rows(chunk.rows)
         if vocabulary.kept:
             statistics = score_and_keep(vocabulary, chunk, out.gradients, mode, wanted=needs.products)
         else:
             statistics = statistics_of(vocabulary, chunk.rows, chunk.targets)
-        row_nll = statistics.nll
-        upstream = chunk.upstream(slice(None), row_nll)
+        nll, posterior_share = posterior(chunk.log_prior, statistics.nll.view(shape))
+        upstream = chunk.weigh(slice(None), posterior_share)
         factor = upstream * vocabulary.lacking(statistics.total)
         if not vocabulary.kept and (needs.products or stats):
             share = chunk.log_prior.exp() / statistics.total.view(shape)
@@ -212,8 +274,10 @@ def mixture_forward(
             )  # fmt: skip
         elif needs.products:
             scores = vocabulary.kept_scores(chunk.rows.shape[0])
+            if vocabulary.plan.kernel:
+                add_bias(out.gradients, scores, upstream)
             add_products(vocabulary, scores, chunk.rows, factor, 0, vocabulary.V, out.gradients, d_chunk)
-        out.nll[index] = posterior(chunk.log_prior, row_nll.view(shape))[0]
+        out.nll[index] = nll
         if out.statistics is not None:
             for whole, part in zip(out.statistics, statistics, strict=True):
                 whole[index] = part.view(shape)
@@ -222,7 +286,10 @@ def mixture_forward(
         if out.d_prior is not None:
             out.d_prior[index] = -upstream.view(shape)
         if out.d_rows is not None and d_chunk is not None:
-            out.d_rows[index] = d_chunk.mul_(factor[:, None]).view(*shape, D).to(rows.dtype)
+            d_chunk.mul_(factor[:, None])
+            if not vocabulary.kept or not isinstance(index, slice):
+                out.d_rows[index] = d_chunk.view(*shape, D).to(rows.dtype)
+    out.gradients = out.gradients.trimmed(vocabulary.V)
     return out
 
 
@@ -237,9 +304,10 @@ def rows_backward(
     at_target: Tensor,
     *,
     ready: Tensor | None,
-    ignore_index: int | None,
+    positions: Tensor | None,
     needs: Needs,
-    workspace: int,
+    workspace: int | None,
+    impl: str = "auto",
 ) -> tuple[Tensor | None, Gradients]:
     """Gradients of rows [R, D] against targets [R]: upstream [R] is that of lse outside the target, at_target
     [R] that of the target's f(z_y).
@@ -247,15 +315,22 @@ def rows_backward(
     ready [R, D] is Q W where the forward pass made it; then no product is left to do.
     """
     wide = compute_dtype(rows.dtype)
-    vocabulary = vocabulary_for(rows, 1, weight, bias, pointwise, workspace)
-    gradients = empty_gradients(needs, weight, pointwise, wide)
+    vocabulary = vocabulary_for(rows, 1, weight, bias, pointwise, workspace, impl=impl)
+    gradients = empty_gradients(needs, weight, pointwise, wide, vocabulary.entries)
     d_rows = rows.new_zeros(rows.shape) if needs.rows else None
-    for index in chunks(targets, ignore_index, vocabulary.plan.tokens):
+    for index in pieces(rows.shape[0], positions, vocabulary.plan.tokens):
         chunk, y = rows[index], targets[index]
         part = Statistics(*(column[index] for column in statistics))
         d_chunk = vocabulary.gradient_of_rows(chunk) if needs.rows else None
         if d_chunk is not None and ready is not None:
             torch.mul(ready[index], upstream[index, None], out=d_chunk)
+        elif vocabulary.plan.kernel:
+            vocabulary.run_kernel(vocabulary.score(chunk, 0, vocabulary.V), y, gradient=True, late=True)
+            scores = vocabulary.kept_scores(chunk.shape[0])
+            add_bias(gradients, scores, upstream[index])
+            add_products(vocabulary, scores, chunk, upstream[index], 0, vocabulary.V, gradients, d_chunk)
+            if d_chunk is not None:
+                d_chunk.mul_(upstream[index, None])
         else:
             recompute_gradient(
                 vocabulary, chunk, y, part, upstream[index], gradients,
@@ -266,7 +341,7 @@ def rows_backward(
         add_own(vocabulary, chunk, y, at_target[index], gradients, d_chunk)
         if d_rows is not None and d_chunk is not None:
             d_rows[index] = d_chunk.to(rows.dtype)
-    return d_rows, gradients
+    return d_rows, gradients.trimmed(vocabulary.V)
 
 
 def add_own(

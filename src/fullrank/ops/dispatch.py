@@ -1,10 +1,12 @@
 """The public operations: check the arguments, choose an implementation.
 
-    impl="auto"        the fastest path that serves the device: today the chunked one everywhere
-    impl="chunked"     bounded workspace, gradient in the forward pass
+    impl="auto"        the fastest path that serves the call
+    impl="chunked"     bounded workspace, gradient in the forward pass, on any device
+    impl="triton"      the same with one kernel for the elementwise work, on CUDA; raises where it cannot
     impl="reference"   the definition, materialised; differentiable any number of times
 
 All return fp32 (fp64 for fp64 inputs). Under autocast the products run in autocast's dtype, the rest as ever.
+A CUDA graph can capture them after a warm-up call; what then changes for targets is in `targets.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from fullrank.ops.plan import default_workspace
 from fullrank.ops.pointwise import IDENTITY, Pointwise
 from fullrank.ops.tiles import Needs
 
-IMPLEMENTATIONS = ("auto", "chunked", "reference")
+IMPLEMENTATIONS = ("auto", "triton", "chunked", "reference")
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -55,12 +57,13 @@ def linear_logprob(
     _check_shapes(rows, weight, targets, bias)
     product = _product_dtype(rows, weight)
     rows = rows.to(product)
-    if _choose(impl) == "reference":
+    _check_implementation(impl)
+    if impl == "reference":
         autograd.check_targets(targets, weight.shape[0], None)
         return reference.linear_logprob(rows, weight.to(product), targets, bias=bias, pointwise=pointwise)
     target, lse, *_ = autograd.rows_statistics(
         rows, weight, targets.long(), bias, pointwise.trained, pointwise.kind, pointwise.constant, None,
-        _needs(rows, None, weight, bias, pointwise), _workspace(workspace, rows.device),
+        _needs(rows, None, weight, bias, pointwise), workspace, impl,
     )  # fmt: skip
     return target, lse
 
@@ -125,25 +128,24 @@ def mixture_nll(
 
     return_stats=True returns (loss, TokenStats) from the same pass (with "none" and gradients: from one
     product more). `workspace` bounds the memory beyond inputs and gradients, in bytes; 256 MiB on a CPU by
-    default.
+    default, on CUDA 2 GiB or a sixteenth of the device's memory.
     """
     _check_mixture(rows, log_prior, weight, targets, bias)
     check_reduction(targets, reduction, token_weight)
     product = _product_dtype(rows, weight)
     rows = rows.to(product)
-    chosen = _choose(impl)
+    _check_implementation(impl)
     needs = _needs(rows, log_prior, weight, bias, pointwise)
-    bytes_ = _workspace(workspace, rows.device)
     function = (pointwise.trained, pointwise.kind, pointwise.constant)
 
     def evaluate(mean: bool, stats: bool, needs: Needs) -> tuple[Tensor, TokenStats]:
         loss, *stat, _, _, _, _, _, _ = autograd.mixture(
             rows, log_prior, weight, targets.long(), bias, token_weight, *function, mean, ignore_index,
-            stats, needs, bytes_,
+            stats, needs, workspace, impl,
         )  # fmt: skip
         return loss, TokenStats(*stat)
 
-    if chosen == "reference":
+    if impl == "reference":
         autograd.check_targets(targets, weight.shape[0], ignore_index)
         loss = reference.mixture_nll(
             rows, log_prior, weight.to(product), targets, bias=bias, pointwise=pointwise,
@@ -159,7 +161,7 @@ def mixture_nll(
     else:
         _, _, row_nll, *_ = autograd.rows_statistics(
             rows.flatten(0, 1), weight, targets.long().repeat_interleave(rows.shape[1]), bias, *function,
-            ignore_index, needs, bytes_,
+            ignore_index, needs, workspace, impl,
         )  # fmt: skip
         joint = log_prior.to(row_nll.dtype) - row_nll.view(log_prior.shape)
         counted = targets != ignore_index
@@ -230,11 +232,9 @@ def check_reduction(targets: Tensor, reduction: str, token_weight: Tensor | None
             )
 
 
-def _choose(impl: str) -> str:
-    """The seam for further implementations: a kernel path joins the names and is chosen by device here."""
+def _check_implementation(impl: str) -> None:
     if impl not in IMPLEMENTATIONS:
         raise FullrankError(f"impl={impl!r} is unknown: expected one of {', '.join(IMPLEMENTATIONS)}")
-    return "chunked" if impl == "auto" else impl
 
 
 def _workspace(workspace: int | None, device: torch.device) -> int:
@@ -252,7 +252,8 @@ def _needs(
 
 def _product_dtype(rows: Tensor, weight: Tensor) -> torch.dtype:
     kind = rows.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # Asked by name: torch 2.11 cannot trace its own question whether a device has autocast.
+    autocast = kind in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(kind)
     if autocast and rows.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     if rows.dtype != weight.dtype:

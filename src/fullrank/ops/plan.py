@@ -4,6 +4,9 @@ The scores of a chunk of whole tokens lie in one buffer that every chunk reuses.
 the products want hundreds of rows, the elementwise work wants tiles that stay in the cache. When the
 workspace cannot hold all V scores of enough rows, the vocabulary is cut into blocks as well and the gradient
 recomputes the scores of each block: one product more, but no bound on K or V.
+
+A kernel that does the elementwise work in place (`triton.py`) needs no tiles, but rows that start at a
+multiple of 16 bytes, as do the fast products: each row is padded to its stride.
 """
 
 from __future__ import annotations
@@ -16,17 +19,21 @@ from fullrank.errors import FullrankError
 
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 256 * MIB}
-DEVICE_WORKSPACE = 1024 * MIB
+# On a device: what 16384 rows of 50,000 scores in bf16 need, but no more than this part of its memory.
+DEVICE_WORKSPACE = 2048 * MIB
+DEVICE_PART = 16
 
 # Rows in a chunk beyond which the products gain nothing; below the least, re-reading W for every chunk costs
 # more than the extra product of cutting the vocabulary.
 MOST_ROWS = {"cpu": 512}
-DEVICE_MOST_ROWS = 8192
+DEVICE_MOST_ROWS = 16384
 LEAST_ROWS = 64
 
 # Bytes of scores in an elementwise tile: what a core's cache keeps on a CPU, what fills the chip elsewhere.
 TILE_BYTES = {"cpu": 2 * MIB}
 DEVICE_TILE_BYTES = 128 * MIB
+
+STRIDE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +48,22 @@ class Plan:
     """Tokens in an elementwise tile."""
     slice_rows: int
     """Rows of W's gradient that one low-precision product makes before it is added in fp32."""
+    kernel: bool = False
+    """One kernel does the elementwise work of a chunk, without tiles."""
+
+    @property
+    def stride(self) -> int:
+        """Scores from one row of the buffer to the next."""
+        return padded(self.block) if self.kernel else self.block
+
+
+def padded(V: int) -> int:
+    return -(-V // STRIDE) * STRIDE
 
 
 def default_workspace(device: torch.device) -> int:
+    if device.type == "cuda" and torch.cuda.is_available():
+        return min(DEVICE_WORKSPACE, torch.cuda.get_device_properties(device).total_memory // DEVICE_PART)
     return DEFAULT_WORKSPACE.get(device.type, DEVICE_WORKSPACE)
 
 
@@ -57,16 +77,28 @@ def make_plan(
     device: torch.device,
     tile_buffers: int,
     workspace: int,
+    kernel: bool = False,
 ) -> Plan:
     """Cut N tokens of K rows of width D against V entries; raises where one token cannot fit.
 
-    tile_buffers is how many buffers of a tile's size in the wide dtype are alive at once, at worst.
+    tile_buffers is how many buffers of a tile's size in the wide dtype are alive at once, at worst. `kernel`
+    asks for a plan without tiles and gets one where the vocabulary need not be cut.
     """
     wide = 8 if product == torch.float64 else 4
     narrow = product.itemsize
     # A row's share outside the scores: the row, its scaled copy, and its gradient in both precisions.
     row_bytes = D * (2 * narrow + 2 * wide)
     most_rows = MOST_ROWS.get(device.type, DEVICE_MOST_ROWS)
+    most_tokens = max(1, min(N, most_rows // K))
+    if kernel:
+        whole = V * D * (narrow + wide) if narrow < wide else 0
+        slice_bytes = min(whole, max(workspace // 8, D * (narrow + wide)))
+        tokens = min(most_tokens, (workspace - slice_bytes) // (K * (padded(V) * narrow + row_bytes)))
+        if tokens * K >= min(LEAST_ROWS, most_tokens * K):
+            # Chunks of one size: the same number of them in less memory.
+            tokens = -(-max(N, 1) // -(-max(N, 1) // tokens))
+            slice_rows = slice_bytes // (D * (narrow + wide)) if slice_bytes else V
+            return Plan(tokens=tokens, block=V, tile_tokens=tokens, slice_rows=slice_rows, kernel=True)
     # Tiles take a quarter of the workspace at most. The tile that the cache wants grows to one whole token
     # where that is still within the quarter.
     best_tile = TILE_BYTES.get(device.type, DEVICE_TILE_BYTES)
@@ -90,7 +122,6 @@ def make_plan(
         tile_tokens = max(1, min(best_tile, tile_bytes) // (K * block * wide))
         return Plan(tokens=tokens, block=block, tile_tokens=min(tokens, tile_tokens), slice_rows=slice_rows)
 
-    most_tokens = max(1, min(N, most_rows // K))
     tokens = min(most_tokens, tokens_for(V))
     if K * V * wide <= tile_bytes and tokens * K >= min(LEAST_ROWS, most_tokens * K):
         return plan_of(tokens, V)

@@ -25,10 +25,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fullrank.ops.plan import Plan
 from fullrank.ops.pointwise import Evaluated, Identity, PiecewiseLinear, Pointwise
 from fullrank.ops.reference import compute_dtype
+from fullrank.ops.targets import capturing
 
 
 class Needs(NamedTuple):
@@ -95,6 +97,12 @@ class Gradients:
     """Piecewise linear: per bin, the sum of the gradient in f(z)."""
     moments: Tensor | None
 
+    def trimmed(self, V: int) -> Gradients:
+        """Without padding."""
+        weight = None if self.weight is None else self.weight[:V]
+        bias = None if self.bias is None else self.bias[:V]
+        return Gradients(weight=weight, bias=bias, sums=self.sums, moments=self.moments)
+
     def slopes(self, pointwise: Pointwise) -> Tensor | None:
         if self.sums is None or self.moments is None or not isinstance(pointwise, PiecewiseLinear):
             return None
@@ -116,21 +124,36 @@ class Vocabulary:
     ) -> None:
         # Under autocast the product runs in a narrower dtype than the parameter has. A matrix strided in both
         # directions would be copied by every product, so it is copied once.
-        weight = weight.to(product)
-        self.weight = weight if 1 in weight.stride() or weight.numel() == 0 else weight.contiguous()
         self.V, self.D = weight.shape
+        if plan.kernel and plan.stride != self.V:
+            # Fast products want sizes that are multiples of 8: W goes on with rows of zeros, whose scores the
+            # kernel leaves out and whose Q is 0.
+            self.weight = weight.new_zeros(plan.stride, self.D, dtype=product)
+            self.weight[: self.V].copy_(weight)
+        else:
+            weight = weight.to(product)
+            self.weight = weight if 1 in weight.stride() or weight.numel() == 0 else weight.contiguous()
         self.K = K
         self.pointwise = pointwise
         self.plan = plan
         self.wide = compute_dtype(product)
-        self.buffer = weight.new_empty(plan.tokens * K * plan.block)
+        self.buffer = self.weight.new_empty(plan.tokens * K * plan.stride)
         self.bias = None if bias is None else bias.to(self.wide)
         self.masked: Tensor | None = None
+        self.kernel_bias: Tensor | None = None
+        if self.bias is not None and plan.kernel:
+            self.kernel_bias = functional.pad(self.bias, (0, plan.stride - self.V))
         if self.bias is not None and not isinstance(pointwise, Identity):
             # Masked entries: f must see a finite score, and the mask goes on after f.
             masked = torch.isneginf(self.bias)
-            if bool(masked.any()):
+            # The kernel masks by itself, and nobody needs to wait for an answer.
+            if plan.kernel or capturing(masked) or bool(masked.any()):
                 self.masked, self.bias = masked, self.bias.masked_fill(masked, 0.0)
+
+    @property
+    def entries(self) -> int:
+        """Rows of W as the products see it."""
+        return self.plan.stride if self.plan.kernel else self.V
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.V, self.plan.block):
@@ -143,11 +166,24 @@ class Vocabulary:
 
     def score(self, rows: Tensor, start: int, stop: int) -> Tensor:
         """The product alone, [rows, stop - start], in the buffer."""
+        if self.plan.kernel:
+            torch.mm(rows, self.weight.t(), out=self.kept_scores(rows.shape[0]))
+            return self.kept_scores(rows.shape[0])[:, : self.V]
         scores = self.buffer[: rows.shape[0] * (stop - start)].view(rows.shape[0], stop - start)
         return torch.mm(rows, self.weight[start:stop].t(), out=scores)
 
     def kept_scores(self, rows: int) -> Tensor:
-        return self.buffer[: rows * self.V].view(rows, self.V)
+        """[rows, V], and with the kernel the padding behind."""
+        return self.buffer[: rows * self.plan.stride].view(rows, self.plan.stride)
+
+    def run_kernel(self, scores: Tensor, targets: Tensor, *, gradient: bool, late: bool) -> Statistics:
+        """All elementwise work of a kept chunk: its statistics and, with `gradient`, Q in the buffer."""
+        # Not before it is needed: Triton takes its time to load and is not everywhere.
+        from fullrank.ops import triton
+
+        return triton.score_rows(
+            scores, self.kernel_bias, targets, self.pointwise, gradient=gradient, late=late
+        )
 
     def gradient_of_rows(self, rows: Tensor) -> Tensor:
         """Room for Q W of a chunk: summed over blocks of the vocabulary it is kept in the wide dtype."""
@@ -188,7 +224,8 @@ class Vocabulary:
 
     def lacking(self, total: Tensor) -> Tensor:
         """What a row's factor still has to bring to make the buffer Q."""
-        return 1.0 / total if self.buffer.dtype == self.wide else torch.ones_like(total)
+        unfinished = self.buffer.dtype == self.wide and not self.plan.kernel
+        return 1.0 / total if unfinished else torch.ones_like(total)
 
 
 def local_targets(targets: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -299,10 +336,12 @@ def add_products(
 ) -> None:
     """The two gradient products of a chunk and a block, whose scores hold Q up to `lacking`.
 
+    With the kernel, scores, W and W's gradient have their padding here.
+
     factor [rows] is g times `lacking`. d_rows [rows, D] takes the product with W before the factor.
     """
     if d_rows is not None:
-        weight = vocabulary.weight[start:stop]
+        weight = vocabulary.weight if vocabulary.plan.kernel else vocabulary.weight[start:stop]
         if vocabulary.kept:
             torch.mm(scores, weight, out=d_rows)
         elif d_rows.dtype == scores.dtype:
@@ -310,16 +349,57 @@ def add_products(
         else:
             d_rows.add_(torch.mm(scores, weight))
     if gradients.weight is not None:
-        scaled = (rows * factor[:, None]).to(rows.dtype)
-        if gradients.weight.dtype == scores.dtype:
-            gradients.weight[start:stop].addmm_(scores.t(), scaled)
-        else:
-            # The sum over chunks is kept in fp32; only one slice of one product exists in the narrow dtype.
-            step = vocabulary.plan.slice_rows
-            for first in range(0, stop - start, step):
-                last = min(first + step, stop - start)
-                part = torch.mm(scores[:, first:last].t(), scaled)
-                gradients.weight[start + first : start + last].add_(part)
+        scaled = torch.mul(rows, factor[:, None], out=torch.empty_like(rows))
+        total = gradients.weight if vocabulary.plan.kernel else gradients.weight[start:stop]
+        add_wide(total, scores.t(), scaled, step=vocabulary.plan.slice_rows)
+
+
+def add_bias(gradients: Gradients, scores: Tensor, upstream: Tensor) -> None:
+    """The bias's gradient of a chunk whose scores are Q: the sum over rows of g Q."""
+    if gradients.bias is None:
+        return
+    if gradients.bias.dtype == scores.dtype:
+        gradients.bias.addmv_(scores.t(), upstream)
+        return
+    # g in two parts keeps its digits in the narrow dtype; eight columns are what a fast product takes.
+    columns = scores.new_zeros(scores.shape[0], 8)
+    columns[:, 0] = upstream
+    columns[:, 1] = upstream - columns[:, 0]
+    sums = torch.zeros(scores.shape[1], 8, dtype=gradients.bias.dtype, device=scores.device)
+    add_wide(sums, scores.t(), columns, step=scores.shape[1])
+    gradients.bias.add_(sums[:, 0]).add_(sums[:, 1])
+
+
+def add_wide(total: Tensor, left: Tensor, right: Tensor, *, step: int) -> None:
+    """total += left @ right, where total is as wide as the factors or wider."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif accumulates_wide(left):
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    else:
+        # Only one slice of the product, `step` rows of it, exists in the narrow dtype.
+        for first in range(0, left.shape[0], step):
+            part = slice(first, first + step)
+            total[part].add_(torch.mm(left[part], right))
+
+
+_accumulates: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def accumulates_wide(factor: Tensor) -> bool:
+    """Whether torch adds a narrow product to an fp32 sum in one go on the factor's device, tried once."""
+    key = (factor.device, factor.dtype)
+    if factor.device.type != "cuda" or (key not in _accumulates and capturing(factor)):
+        return False
+    if key not in _accumulates:
+        total = torch.full((16, 16), 2.0**-20, device=factor.device)
+        ones = torch.ones(16, 16, dtype=factor.dtype, device=factor.device)
+        try:
+            torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+            _accumulates[key] = bool((total == 16.0 + 2.0**-20).all())
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+            _accumulates[key] = False
+    return _accumulates[key]
 
 
 def recompute_gradient(
