@@ -1,13 +1,14 @@
 """`fullrank series`: a table, results.json and report.html; one sentence for what cannot be read."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fullrank import results
 from fullrank.cli import main
-from fullrank.results import Series
+from fullrank.results import Series, Training, Trainings
 
 # LAMBADA perplexity and its standard error, EleutherAI/pythia evals, zero-shot.
 STEPS = range(13_000, 144_000, 10_000)
@@ -118,3 +119,59 @@ def test_output_is_checked_first(curves: Path, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file").write_text("in the way")
     assert main.run(["series", str(curves), "--out", str(tmp_path / "file")]) == 2
     assert "no writable directory" in capsys.readouterr().err
+
+
+def test_one_run(write_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = write_run("mine", turns=True, dead_from=7), tmp_path / "out"
+    log = (run / "log.jsonl").read_bytes()
+    assert main.run(["series", str(run), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for words in (
+        "Training mine, head mos", "2,400", "112/112", "turned after step 1,200", "alarm at step 1,400",
+        "1 of 4 components", str(out / "report.html"),
+    ):  # fmt: skip
+        assert words in printed
+    record, _ = results.load(out / "results.json")
+    assert isinstance(record, Training)
+    assert record.saturation is not None
+    assert record.saturation.saturated
+    page = (out / "report.html").read_text()
+    assert "Training mine" in page
+    (out / "report.html").unlink()
+    assert main.run(["report", str(out / "results.json")]) == 0
+    assert "Training mine" in (out / "report.html").read_text()
+    assert (run / "log.jsonl").read_bytes() == log
+
+
+def test_several_runs_and_one_in_progress(
+    write_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        write_run("plain", head="softmax", components=1, evaluations=4),
+        write_run("going-on", finished=False, evaluations=2),
+    ]
+    with (runs[1] / "log.jsonl").open("a") as log:
+        log.write('{"event": "evaluate", "ste')
+    assert main.run(["series", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    for words in ("2 training runs", "softmax", "going-on: the run has not ended (step 400 of 2,400)"):
+        assert words in printed
+    record, _ = results.load(tmp_path / "out" / "results.json")
+    assert isinstance(record, Trainings)
+    assert [run.name for run in record.runs] == ["plain", "going-on"]
+
+
+def test_runs_stand_alone(
+    write_run: Callable[..., Path], curves: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(evaluations=1)
+    for other in (str(curves), "EleutherAI/pythia-70m", str(tmp_path)):
+        assert main.run(["series", str(run), other, "--out", str(tmp_path / "out")]) == 2
+        assert "is a training run and" in capsys.readouterr().err
+    for flags in (["--metric", "loss"], ["--text", str(curves)], ["--revisions", "step1"]):
+        assert main.run(["series", str(run), "--out", str(tmp_path / "out"), *flags]) == 2
+        assert f"{flags[0]} is not for training runs" in capsys.readouterr().err
+    (run / "log.jsonl").write_text("{}\n")
+    assert main.run(["series", str(run), "--out", str(tmp_path / "out")]) == 2
+    assert "line 1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fullrank.results import Series as Record
+    from fullrank.results import Training, Trainings
     from fullrank.results.series import Saturation
 
 
@@ -21,7 +22,8 @@ class Series:
     """See a run over training: every metric, whether its loss curve turned, and how it compares by size."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """A CSV file with the columns model, step and metrics; or checkpoint directories; or a hub model."""
+    """Directories of `fullrank train` runs; or a CSV file with the columns model, step and metrics; or
+    checkpoint directories; or a hub model."""
     out: Path = Path("runs/series")
     """Directory for results.json and report.html."""
     metric: str | None = None
@@ -43,31 +45,63 @@ def series(options: Series) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from fullrank import report, results
-    from fullrank.cli import outcome
+    from fullrank.cli import outcome, run_table
     from fullrank.diagnose import series as analysis
 
     console = Console()
     results.check_writable(options.out)
     report.check_installed()
     columns = (TextColumn("{task.description:<36}", markup=False), BarColumn(), TimeRemainingColumn())
+    of_runs = analysis.are_runs(options.sources)
+    if of_runs:
+        _refuse(options)
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("reading", total=1.0)
-        record = analysis.run(
-            options.sources,
-            metric=options.metric,
-            text=options.text,
-            revisions=options.revisions,
-            tokens_per_step=options.tokens_per_step,
-            fit_from=options.fit_from,
-            progress=lambda label, share: progress.update(task, description=label, completed=share),
-            seed=options.seed,
-        )
+
+        def update(label: str, share: float) -> None:
+            progress.update(task, description=label, completed=share)
+
+        record: Record | Training | Trainings
+        if of_runs:
+            record = analysis.trainings(options.sources, progress=update, seed=options.seed)
+        else:
+            record = analysis.run(
+                options.sources,
+                metric=options.metric,
+                text=options.text,
+                revisions=options.revisions,
+                tokens_per_step=options.tokens_per_step,
+                fit_from=options.fit_from,
+                progress=update,
+                seed=options.seed,
+            )
     made = results.provenance(seed=options.seed, device="cpu")
     outcome.write(record, made, options.out)
-    console.print(table(record))
-    for line in findings(record):
+    if isinstance(record, results.Series):
+        console.print(table(record))
+        lines = findings(record)
+    else:
+        runs = record.runs if isinstance(record, results.Trainings) else (record,)
+        console.print(run_table.evaluations(runs[0]) if len(runs) == 1 else run_table.side_by_side(runs))
+        lines = run_table.findings(runs)
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     outcome.say_where(console, options.out)
+
+
+def _refuse(options: Series) -> None:
+    """Flags that mean nothing for training runs, whose logs say it all."""
+    from fullrank.errors import FullrankError
+
+    given = {
+        "--metric": options.metric,
+        "--revisions": options.revisions,
+        "--text": options.text,
+        "--tokens-per-step": options.tokens_per_step,
+    }
+    for flag, value in given.items():
+        if value:
+            raise FullrankError(f"{flag} is not for training runs, whose logs have all figures: leave it out")
 
 
 def table(record: Record) -> Table:

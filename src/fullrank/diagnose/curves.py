@@ -21,6 +21,7 @@ from pathlib import Path
 
 from fullrank.errors import FullrankError
 from fullrank.results.series import Curve
+from fullrank.results.training import Training
 
 LOSS_WORDS = ("ppl", "perplexity", "loss", "nll", "nats", "bpb", "bits")
 """A metric with one of these in its name is a loss: lower is better."""
@@ -178,6 +179,12 @@ def curve(
         standard_errors=_filled(errors, statistics.median(usual)) if usual else None,
         dropped=dropped,
     )
+
+
+def validation(run: Training) -> Curve:
+    """The validation loss of a training run, with its standard errors."""
+    points = [(one.step, one.loss, one.standard_error) for one in run.validation()]
+    return curve(model=run.name, shots=None, metric="validation nats per token", points=points)
 
 
 def _filled(errors: list[float], usual: float) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 The curves come from a CSV file (`curves.py`), or from checkpoints, each of which is diagnosed with the cheap
 questions. Then `saturation.py` tests each curve of the primary metric, and `scaling.py` holds the final
 checkpoints of models of several sizes against a law. Needs no torch where the curves come from a file.
+Directories of training runs are read from their logs (`trainings`), and their validation losses tested.
 
 What is found is what the curves show. Why a curve turned is another matter: low rank of the output layer
 comes with late degradation (Godey et al. 2024, arXiv:2404.07647), but in 108 controlled runs batch size and
@@ -12,6 +13,7 @@ one thing are therefore put side by side.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -23,6 +25,8 @@ from fullrank.diagnose.saturation import LEVEL, MATERIAL_PERCENT, saturation
 from fullrank.errors import FullrankError
 from fullrank.results.diagnosis import Diagnosis
 from fullrank.results.series import Curve, Saturation, Scaling, Series
+from fullrank.results.training import Training, Trainings
+from fullrank.results.training_log import is_run, read_log
 
 Progress = Callable[[str, float], None]
 
@@ -87,6 +91,38 @@ def run(
         controls=tuple(controls(found)),
         notes=tuple(notes),
     )
+
+
+def are_runs(sources: Sequence[str | Path]) -> bool:
+    """Whether all sources are directories of training runs; raises where only some are."""
+    runs = [source for source in sources if is_run(Path(source))]
+    if runs and len(runs) < len(sources):
+        other = next(source for source in sources if source not in runs)
+        raise FullrankError(
+            f"{runs[0]} is a training run and {other} is none: pass runs alone, or the other inputs alone"
+        )
+    return bool(runs)
+
+
+def trainings(
+    sources: Sequence[str | Path],
+    *,
+    progress: Progress = lambda label, share: None,
+    seed: int = 0,
+) -> Training | Trainings:
+    """The records of training runs from their logs, each with the test of its validation loss."""
+    found = []
+    for place, source in enumerate(sources):
+        progress(f"reading {Path(source).name}", place / len(sources))
+        found.append(judged(read_log(Path(source)), seed=seed))
+    progress("done", 1.0)
+    return found[0] if len(found) == 1 else Trainings(runs=tuple(found))
+
+
+def judged(run: Training, *, seed: int = 0) -> Training:
+    """The run with what the saturation test says of its validation loss."""
+    curve = reading.validation(run)
+    return dataclasses.replace(run, saturation=saturation(curve, seed=seed) if curve.steps else None)
 
 
 def _as_loss(one: Curve) -> Curve:

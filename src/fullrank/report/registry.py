@@ -15,12 +15,15 @@ from fullrank.report.ladder_page import ladder_page
 from fullrank.report.page import Page, html
 from fullrank.report.series_page import series_page
 from fullrank.report.subject import names_of
-from fullrank.results import Diagnosis, Ladder, Provenance, Series, write_whole
+from fullrank.report.training_page import training_page, trainings_page
+from fullrank.results import Diagnosis, Ladder, Provenance, Series, Training, Trainings, write_whole
 
 _PAGES: dict[str, Callable[[Any], Page]] = {
     Ladder.kind: ladder_page,
     Diagnosis.kind: diagnosis_page,
     Series.kind: series_page,
+    Training.kind: training_page,
+    Trainings.kind: trainings_page,
 }
 
 

@@ -1,6 +1,7 @@
 """Result records, and how they are written and read. Knows no torch."""
 
 from fullrank.results.diagnosis import QUESTIONS, Diagnosis, Estimate
+from fullrank.results.evaluation import Evaluated
 from fullrank.results.files import (
     KINDS,
     Provenance,
@@ -12,21 +13,28 @@ from fullrank.results.files import (
 )
 from fullrank.results.ladder import Ladder, LadderRung
 from fullrank.results.series import Series
+from fullrank.results.training import Training, Trainings
+from fullrank.results.training_log import is_run, read_log
 
-KINDS.update({record.kind: record for record in (Ladder, Diagnosis, Series)})
+KINDS.update({record.kind: record for record in (Ladder, Diagnosis, Series, Training, Trainings, Evaluated)})
 
 __all__ = [
     "KINDS",
     "QUESTIONS",
     "Diagnosis",
     "Estimate",
+    "Evaluated",
     "Ladder",
     "LadderRung",
     "Provenance",
     "Series",
+    "Training",
+    "Trainings",
     "check_writable",
+    "is_run",
     "load",
     "provenance",
+    "read_log",
     "save",
     "write_whole",
 ]
