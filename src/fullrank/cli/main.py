@@ -13,14 +13,20 @@ from typing import Annotated, Any
 
 from fullrank.cli.demo import Demo, demo
 from fullrank.cli.diagnose import Diagnose, diagnose
+from fullrank.cli.eval import Eval, evaluate
+from fullrank.cli.generate import Generate, generate
 from fullrank.cli.report import Report, report
 from fullrank.cli.series import Series, series
+from fullrank.cli.train import Train, train
 from fullrank.errors import FullrankError
 from fullrank.version import __version__
 
 COMMANDS: dict[type, Callable[[Any], None]] = {
     Diagnose: diagnose,
     Series: series,
+    Train: train,
+    Eval: evaluate,
+    Generate: generate,
     Report: report,
     Demo: demo,
 }
@@ -55,6 +61,9 @@ def run(arguments: list[str]) -> int:
     options = tyro.cli(
         Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
         | Annotated[Series, tyro.conf.subcommand("series")]
+        | Annotated[Train, tyro.conf.subcommand("train")]
+        | Annotated[Eval, tyro.conf.subcommand("eval")]
+        | Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Demo, tyro.conf.subcommand("demo")],
         prog="fullrank",

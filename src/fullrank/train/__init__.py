@@ -1,0 +1,1 @@
+"""Training: recipes, data, loop, checkpoints, monitors and evaluation."""

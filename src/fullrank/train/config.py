@@ -1,0 +1,307 @@
+"""What a training run is made of: frozen dataclasses, overrides `a.b=c`, and JSON.
+
+A recipe (`recipes.py`) is a function that returns a `Config`. Two runs with equal configs on equal data on
+one kind of machine end with equal weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fullrank.errors import FullrankError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """How text becomes tokens."""
+
+    level: Literal["words", "bytes", "bpe"] = "words"
+    """words: split at spaces, one <eos> a line; bytes: 256 values and an end; bpe: byte-level BPE."""
+    vocabulary_from: Literal["train", "all"] = "train"
+    """Whose words make the vocabulary. The published word-level protocol takes all three splits."""
+    bpe_size: int = 8192
+    """Entries of a BPE vocabulary that is trained on the training split."""
+    tokenizer: str = ""
+    """A tokenizer.json to use instead of training one (level=bpe)."""
+    valid_share: float = 0.05
+    """Of the lines, the part that becomes the validation split where none is given."""
+    test_share: float = 0.05
+    """Of the lines, the part that becomes the test split where none is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodyConfig:
+    """The body. An AWD-LSTM reads the widths and its dropouts, a transformer widths, heads and dropout."""
+
+    kind: Literal["awd_lstm", "transformer"] = "awd_lstm"
+    layers: int = 3
+    hidden: int = 1150
+    """Width of every layer but an LSTM's last."""
+    last: int = 400
+    """Width of an LSTM's last layer."""
+    embedding: int = 0
+    """Width of the input embedding; 0 is the head's, so that both can be tied."""
+    heads: int = 8
+    """Attention heads of a transformer."""
+    inner: int = 0
+    """Width inside a transformer's feed-forward layers; 0 is four times the hidden one."""
+    dropout: float = 0.0
+    """A transformer's dropout on attention and residuals; for an LSTM, of its last layer's output."""
+    dropout_embedding: float = 0.0
+    """Whole words dropped from an LSTM's embedding."""
+    dropout_input: float = 0.0
+    """Of an LSTM's embedded inputs, one mask a sequence."""
+    dropout_hidden: float = 0.0
+    """Between an LSTM's layers, one mask a sequence."""
+    weight_drop: float = 0.0
+    """Of an LSTM's recurrent weights, one mask a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The head; options that a head does not have are not given to it."""
+
+    name: str = "softmax"
+    components: int = 10
+    width: int = 0
+    """Of the rows, D; 0 is the width of the state that it reads."""
+    private: int = 0
+    """Of a trunk: entries of a row that a component owns; 0 is the head's default."""
+    rank: int = 0
+    """Of low_rank: the inner width; 0 is half of the rows'."""
+    contexts: tuple[int, ...] = ()
+    """Of doc: contexts taken from each layer, the last layer first."""
+    dropout: float = 0.0
+    """Of the contexts, one mask a sequence and component."""
+    bias: bool = True
+    unigram: bool = True
+    """Start the bias at the log frequency of every token in training."""
+    as_published: bool = False
+    """Contexts tanh(L h + l) as in the papers, instead of ours that start as the plain head."""
+    tie: bool = True
+    """One matrix for input embedding and head."""
+    balance: float = 0.0
+    """Weight of DOC's penalty on unequal use of the components."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserConfig:
+    """How weights are updated."""
+
+    name: Literal["adamw", "nt-asgd"] = "adamw"
+    """nt-asgd: SGD that turns into averaged SGD once validation stops improving."""
+    lr: float = 2e-3
+    lr_head: float = 1.0
+    """Factor on the rate of a mixture's own parameters: gates and contexts."""
+    weight_decay: float = 1.2e-6
+    beta1: float = 0.9
+    beta2: float = 0.99
+    clip: float = 0.25
+    """Largest norm of the whole gradient; 0 clips nothing."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup: float = 0.02
+    """Share of the steps over which the rate rises."""
+    final: float = 0.01
+    """Share of the rate that a cosine ends at."""
+    nonmonotone: int = 5
+    """nt-asgd averages once validation is worse than the best but this many evaluations ago."""
+    finetune_epochs: int = 0
+    """A second stage of at most so many epochs, averaged from its start, from the best weights."""
+    finetune_lr: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole training run."""
+
+    recipe: str
+    data: DataConfig = field(default_factory=DataConfig)
+    body: BodyConfig = field(default_factory=BodyConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    batch: int = 40
+    """Sequences a step, over all processes."""
+    length: int = 70
+    """Tokens of a sequence a step; a transformer's context."""
+    jitter: bool = False
+    """Draw each step's length around `length` and scale the rate with it, as AWD-LSTM does."""
+    jitter_longer: int = 20
+    """Most tokens that jitter adds to `length`."""
+    accumulate: int = 1
+    """Parts that a step's batch is cut into, to save memory."""
+    epochs: float = 20.0
+    steps: int = 0
+    """Training steps in all; 0 is what `epochs` makes."""
+    activation: float = 0.0
+    """Weight of the penalty on the last layer's size."""
+    temporal: float = 0.0
+    """Weight of the penalty on its change from one token to the next."""
+    evaluate_every: int = 0
+    """Steps from one evaluation to the next; 0 is one an epoch, and at least ten in a run."""
+    evaluate_tokens: int = 0
+    """Validation tokens of an evaluation while training; 0 is all."""
+    final_tokens: int = 0
+    """Tokens of the last evaluations, of validation and test, with the best weights; 0 is all."""
+    evaluate_batch: int = 16
+    """Sequences at once in evaluation."""
+    checkpoint_every: int = 0
+    """Steps from one checkpoint to the next; 0 is at every evaluation."""
+    keep: int = 2
+    """Checkpoints kept; the best one by validation is kept besides."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive = ("batch", "length", "accumulate", "evaluate_batch", "keep")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise FullrankError(f"{name}={getattr(self, name)} is impossible: expected at least 1")
+        if self.batch % self.accumulate:
+            raise FullrankError(
+                f"batch={self.batch} cannot be cut into accumulate={self.accumulate} equal parts: "
+                "choose a multiple"
+            )
+        if self.steps < 0 or self.epochs <= 0:
+            raise FullrankError(
+                f"steps={self.steps} and epochs={self.epochs:g} make no run: expected steps >= 0 and "
+                "epochs > 0"
+            )
+        amounts = (
+            "jitter_longer", "activation", "temporal", "evaluate_every", "evaluate_tokens", "final_tokens",
+            "checkpoint_every", "optimiser.weight_decay", "optimiser.clip", "optimiser.warmup",
+            "optimiser.final", "optimiser.nonmonotone", "optimiser.finetune_epochs", "head.balance",
+        )  # fmt: skip
+        for name in amounts:
+            if not _value(self, name) >= 0:
+                raise FullrankError(f"{name}={_value(self, name)} is impossible: expected at least 0")
+        rates = ("lr", "finetune_lr") if self.optimiser.finetune_epochs else ("lr",)
+        for name in rates:
+            # Beyond this a rate times a factor is no fp32 number.
+            if not 0 < getattr(self.optimiser, name) <= 1e9:
+                raise FullrankError(
+                    f"optimiser.{name}={getattr(self.optimiser, name)} is no rate: expected above 0 and at "
+                    "most 1e9"
+                )
+
+
+def _value(config: Config, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_json(data: dict[str, Any]) -> Config:
+    """The inverse of `to_json`; raises FullrankError for fields that this version does not know."""
+    try:
+        return _built(Config, data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FullrankError(f"this is no training config of this version ({error}): train again") from error
+
+
+def _built(cls: type, data: dict[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    unknown = set(data) - set(hints)
+    if unknown:
+        raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
+    values = {}
+    for name, value in data.items():
+        if dataclasses.is_dataclass(hints[name]):
+            values[name] = _built(typing.cast(type, hints[name]), value)
+        else:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)
+
+
+def override(config: Config, settings: Iterable[str]) -> Config:
+    """Apply settings of the form a.b=c; raises FullrankError for what is no field or no value of it.
+
+    The whole is checked when all are in: of two that need each other, either may come first.
+    """
+    data = dataclasses.asdict(config)
+    for setting in settings:
+        path, separator, text = setting.partition("=")
+        if not separator:
+            raise FullrankError(f"--set got {setting!r}, expected name=value, such as steps=120")
+        _put(data, Config, path.strip().split("."), text.strip(), path.strip())
+    return _built(Config, data)
+
+
+def _put(data: dict[str, Any], cls: type, names: list[str], text: str, whole: str) -> None:
+    hints = typing.get_type_hints(cls)
+    name, *rest = names
+    if name not in hints or bool(rest) != dataclasses.is_dataclass(hints.get(name)):
+        known = list(paths())
+        close = difflib.get_close_matches(whole, known, n=1) or [
+            path for path in known if path.rpartition(".")[2] == whole.rpartition(".")[2]
+        ]
+        hint = f"did you mean {close[0]}?" if close else "--print-config shows all settings"
+        raise FullrankError(f"no setting is called {whole!r}: {hint}")
+    if rest:
+        _put(data[name], hints[name], rest, text, whole)
+    else:
+        data[name] = _parsed(hints[name], text, whole)
+
+
+def _parsed(hint: Any, text: str, whole: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    try:
+        if origin is Literal:
+            if text not in arguments:
+                raise ValueError
+            return text
+        if origin is tuple:
+            return tuple(arguments[0](item) for item in text.split(",") if item.strip())
+        if hint is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        if hint is int:
+            # 2e3 is how people write steps.
+            number = float(text)
+            if number != int(number):
+                raise ValueError
+            return int(number)
+        value = hint(text)
+        if hint is float and not math.isfinite(value):
+            raise ValueError
+        return value
+    except (ValueError, KeyError, OverflowError) as error:
+        if origin is Literal:
+            expected = "one of " + ", ".join(arguments)
+        else:
+            words = {bool: "true or false", int: "a whole number", float: "a number"}
+            expected = "numbers with commas" if origin is tuple else words.get(hint, "text")
+        raise FullrankError(f"--set {whole}={text} is no value of it: expected {expected}") from error
+
+
+def paths(cls: type = Config, prefix: str = "") -> Iterable[str]:
+    """Every setting as a dotted path."""
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint) and not isinstance(hint, types.UnionType):
+            yield from paths(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def lines(config: Config) -> list[str]:
+    """Every setting with its value, as --set takes it."""
+    shown = []
+    for path in paths():
+        value = _value(config, path)
+        if isinstance(value, tuple):
+            value = ",".join(map(str, value))
+        elif isinstance(value, bool):
+            value = str(value).lower()
+        shown.append(f"{path}={value}")
+    return shown

@@ -1,0 +1,227 @@
+"""A run directory: who uses it, what it was made from, and how its weights are read back.
+
+RUN/config.json      the settings and the digest of the data; a run of another config is refused
+RUN/tokens/          the tokens, built once (data.py)
+RUN/checkpoints/     checkpoint.py
+RUN/log.jsonl        everything that happened (log.py)
+RUN/.lock            held while a process trains here
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullrank.errors import FullrankError
+from fullrank.results import write_whole
+from fullrank.train import checkpoint as checkpoints
+from fullrank.train.config import Config, from_json, to_json
+
+if TYPE_CHECKING:
+    from fullrank.models import LanguageModel
+    from fullrank.train.data import Corpus
+
+CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
+LOG = "log.jsonl"
+TOKENS = "tokens"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a run directory; raises where another process does. The lock goes with the process in any case."""
+    # Before anything is written: a directory of something else stays as it is.
+    _refuse_strange(path)
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise FullrankError(
+                f"{path} is in use by another process: wait for it, or choose another --out"
+            ) from error
+        yield
+
+
+def check(path: Path, config: Config, digest: str) -> None:
+    """Raise where `path` holds a run of another config or of other data, or anything that is no run.
+
+    A run that never came to a checkpoint has nothing to lose and may be begun again otherwise.
+    """
+    _refuse_strange(path)
+    if not checkpoints.found(path / CHECKPOINTS, "step"):
+        return
+    was = _document(path)
+    if was["config"] != to_json(config):
+        before, now = flat(was["config"]), flat(to_json(config))
+        changed = [
+            f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
+        raise FullrankError(
+            f"{path} holds a run of another config ({'; '.join(changed[:4])}): give the same settings to "
+            "continue it, or choose another --out"
+        )
+    if was["data"] != digest:
+        raise FullrankError(
+            f"{path} holds a run on other data: give the same --data to continue it, or choose another --out"
+        )
+
+
+def _refuse_strange(path: Path) -> None:
+    """Raise where `path` is a directory with something in it that is no run."""
+    if not path.is_dir():
+        return
+    if (path / CONFIG).exists():
+        # Many a program writes a config.json.
+        _document(path)
+        return
+    early = {".lock", TOKENS, *(one.name for one in _unfinished(path))}
+    strange = sorted(entry.name for entry in path.iterdir() if entry.name not in early)
+    if strange:
+        raise FullrankError(f"{path} is no run and not empty (it holds {strange[0]}): choose another --out")
+
+
+def _unfinished(path: Path) -> list[Path]:
+    """What `write_whole` leaves where it is killed."""
+    return [one for name in (CONFIG, LOG, "results.json", "report.html") for one in path.glob(f".{name}.*")]
+
+
+def clean(path: Path) -> None:
+    """Remove what a killed writer left behind; the caller holds the directory."""
+    for one in _unfinished(path):
+        one.unlink(missing_ok=True)
+    checkpoints.clean(path / CHECKPOINTS)
+
+
+def claim(path: Path, config: Config, digest: str) -> None:
+    """Make `path` the directory of this run."""
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"version": 1, "config": to_json(config), "data": digest}, indent=1) + "\n"
+    there = path / CONFIG
+    if not there.exists() or there.read_text(encoding="utf8") != text:
+        write_whole(there, text)
+
+
+def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    out: dict[str, Any] = {}
+    for name, value in data.items():
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return out
+
+
+def is_run(path: Path) -> bool:
+    return (path / CONFIG).is_file() and (path / LOG).is_file()
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads((path / CONFIG).read_text(encoding="utf8"))
+        if not isinstance(document["config"], dict) or not isinstance(document["data"], str):
+            raise ValueError("no run")
+        return document
+    except FileNotFoundError as error:
+        raise FullrankError(f"{path} is no run directory: expected the --out of `fullrank train`") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FullrankError(
+            f"{path / CONFIG} is not what `fullrank train` writes ({error!r}): train into another --out"
+        ) from error
+
+
+def config_of(path: Path) -> Config:
+    return from_json(_document(path)["config"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A trained run, read back."""
+
+    path: Path
+    config: Config
+    corpus: Corpus
+    model: LanguageModel
+    """In eval mode, with the weights of `step`; those of the average where the run averaged."""
+    step: int
+
+
+def open_run(path: Path, *, checkpoint: str = "best", device: str = "cpu") -> Run:
+    """Read a run's config, data and weights.
+
+    checkpoint is "best" (by validation loss), "last", or the number of a step that was kept.
+    """
+    import torch
+
+    from fullrank.train import data
+    from fullrank.train.build import build
+
+    config = config_of(path)
+    stored = _chosen(path, checkpoint)
+    corpus = data.load(_tokens(path))
+    model = build(config, corpus.vocabulary.size)
+    load_weights(model, stored)
+    model.eval()
+    return Run(
+        path=path, config=config, corpus=corpus, model=model.to(torch.device(device)), step=stored.step
+    )
+
+
+def _chosen(path: Path, which: str) -> checkpoints.Stored:
+    folder = path / CHECKPOINTS
+    best, steps = checkpoints.found(folder, "best"), checkpoints.found(folder, "step")
+    if not best and not steps:
+        raise FullrankError(f"{path} has no checkpoint yet: let it train up to its first evaluation")
+    if which == "best" and best:
+        return checkpoints.read(best[-1])
+    if which in ("best", "last"):
+        return checkpoints.read((steps or best)[-1])
+    wanted = [one for one in (*steps, *best) if which.isdigit() and checkpoints.step_of(one) == int(which)]
+    if not wanted:
+        kept = ", ".join(str(checkpoints.step_of(one)) for one in (*steps, *best))
+        raise FullrankError(f"{path} keeps no checkpoint {which!r}: expected best, last or one of {kept}")
+    return checkpoints.read(wanted[0])
+
+
+def load_weights(model: LanguageModel, stored: checkpoints.Stored) -> None:
+    """Put a checkpoint's weights into a plain model: the average where there is one."""
+    restore(model, weights_of(stored), stored.path)
+
+
+def weights_of(stored: checkpoints.Stored) -> dict[str, Any]:
+    """The weights that evaluation takes: the average where there is one."""
+    return stored.groups.get("average") or stored.groups["model"]
+
+
+def restore(model: Any, weights: dict[str, Any], path: Path) -> None:
+    """Copy named weights into a module; raises where names or shapes differ."""
+    import torch
+
+    own = dict(model.named_parameters())
+    missing, unknown = own.keys() - weights.keys(), weights.keys() - own.keys()
+    other = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
+    if missing or unknown or other:
+        first = sorted([*missing, *unknown, *other])[0]
+        raise FullrankError(
+            f"{path} holds the weights of another architecture ({first} does not fit): use the run directory "
+            "that it was written in"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+
+
+def _tokens(path: Path) -> Path:
+    """The directory with the run's tokens; one that was begun on other data first has those too."""
+    digest = _document(path)["data"]
+    for meta in sorted((path / TOKENS).glob("*/meta.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(meta.read_text(encoding="utf8"))["digest"] == digest:
+                return meta.parent
+    raise FullrankError(f"{path} has lost its tokens: run `fullrank train` again to build them")

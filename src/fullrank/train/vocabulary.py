@@ -1,0 +1,330 @@
+"""Text to token ids and back: words, bytes, or byte-level BPE.
+
+    level   V                        end                               unknown words
+    words   the types, <eos> one     one <eos> after every line        <unk>, if the text has that word
+    bytes   257                      id 256 after every document       none
+    bpe     as trained or loaded     one after every document          none in a byte-level one
+
+A word is what str.split() makes: what stands between any whitespace. A line ends with "\\n"; a last line
+without one is a line too. Words have ids in the order in which they first appear, train before valid before
+test, so a vocabulary of train alone is the beginning of that of all three. The word <eos> in a text is the
+end of a line.
+
+The BPE that is trained here has no normaliser, GPT-2's pattern of pieces (Radford et al. 2019; Sennrich et
+al. 2016, 1508.07909) and all 256 bytes, so it can write any text. Special tokens in a text are text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from fullrank.errors import FullrankError
+from fullrank.results.files import write_whole
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+EOS = "<eos>"
+UNKNOWN = "<unk>"
+END = "<|endoftext|>"
+FILE = "vocabulary.json"
+TOKENIZER_FILE = "tokenizer.json"
+LEAST_BPE = 257
+"""All bytes and an end."""
+
+ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|end|>", "<|im_end|>", "<|eot_id|>")
+"""Names of the special token that ends a text, the most usual first."""
+
+
+class Piece(NamedTuple):
+    """Token ids of a part of a text."""
+
+    ids: np.ndarray
+    replaced: int
+    """How many of them are the unknown word instead of one that is not in the vocabulary."""
+
+
+class Vocabulary(ABC):
+    """A map between texts and token ids 0 to size - 1."""
+
+    level: ClassVar[str]
+    size: int
+    eos: int
+    """Ends a line (words) or a document (bytes, bpe)."""
+    unknown: int | None = None
+    """Stands for a word that is not in the vocabulary."""
+
+    def encode(self, text: str, *, end: bool = True) -> list[int]:
+        """The ids of a whole text; without `end` it may go on, as a prompt does."""
+        return [int(token) for piece in self.stream([text], end=end) for token in piece.ids]
+
+    @abstractmethod
+    def stream(
+        self, blocks: Iterable[str], *, end: bool = True, name: str = "", line: int = 1
+    ) -> Iterator[Piece]:
+        """The ids of one document in blocks that are cut between words; name and line are for errors."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; bytes that are no UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def token(self, index: int) -> str:
+        """One token for display."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]: ...
+
+    def save(self, folder: Path) -> None:
+        """Write vocabulary.json and what belongs to it."""
+        write_whole(folder / FILE, json.dumps(self.to_json(), ensure_ascii=False) + "\n")
+
+    def digest(self) -> str:
+        """sha256 of all that the vocabulary is."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        checked = [int(index) for index in ids]
+        for index in checked:
+            if not 0 <= index < self.size:
+                raise FullrankError(
+                    f"token {index} is not in this vocabulary of {self.size}: is it another run's?"
+                )
+        return checked
+
+
+class Words(Vocabulary):
+    """One id a word, one <eos> a line."""
+
+    level = "words"
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self._ids = {word: index for index, word in enumerate(self.words)}
+        if len(self._ids) != len(self.words) or EOS not in self._ids:
+            raise FullrankError(f"a word vocabulary has each word once and {EOS}: build it from text again")
+        self.size = len(self.words)
+        self.eos = self._ids[EOS]
+        self.unknown = self._ids.get(UNKNOWN)
+
+    @classmethod
+    def build(cls, documents: Iterable[Iterable[str]]) -> Words:
+        """From documents, each in blocks that are cut between words."""
+        words: dict[str, None] = {}
+        for blocks in documents:
+            for block in blocks:
+                words.update(dict.fromkeys(_with_ends(block).split()))
+        words.setdefault(EOS)
+        return cls(list(words))
+
+    def stream(
+        self, blocks: Iterable[str], *, end: bool = True, name: str = "", line: int = 1
+    ) -> Iterator[Piece]:
+        last = "\n"
+        for block in blocks:
+            if not block:
+                continue
+            words = _with_ends(block).split()
+            found = map(self._ids.get, words, itertools.repeat(-1))
+            ids = np.fromiter(found, dtype=np.int64, count=len(words))
+            missing = np.flatnonzero(ids < 0)
+            if len(missing):
+                if self.unknown is None:
+                    raise self._no_word(block, name, line)
+                ids[missing] = self.unknown
+            yield Piece(ids, len(missing))
+            line += block.count("\n")
+            last = block[-1]
+        if end and last != "\n":
+            yield Piece(np.array([self.eos]), 0)
+
+    def _no_word(self, block: str, name: str, first: int) -> FullrankError:
+        line, word = next(
+            (line, word)
+            for line, text in enumerate(block.split("\n"), start=first)
+            for word in text.split()
+            if word not in self._ids
+        )
+        shown = word if len(word) <= 60 else word[:60] + "..."
+        # A file is still to be prepared; a text without a name, as a prompt, comes to a finished vocabulary.
+        remedy = (
+            "take words from all splits with --set data.vocabulary_from=all, or use --set data.level=bpe"
+            if name
+            else "use words that it has"
+        )
+        return FullrankError(
+            f"the word {shown!r} in line {line} of {name or 'the text'} is not in the vocabulary of "
+            f"{self.size} words, which has no {UNKNOWN}: {remedy}"
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        lines: list[list[str]] = [[]]
+        for index in self._checked(ids):
+            if index == self.eos:
+                lines.append([])
+            else:
+                lines[-1].append(self.words[index])
+        return "\n".join(" ".join(line) for line in lines)
+
+    def token(self, index: int) -> str:
+        return self.words[self._checked([index])[0]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"level": self.level, "words": self.words}
+
+
+class Bytes(Vocabulary):
+    """The 256 values of a byte, and an end."""
+
+    level = "bytes"
+    size = 257
+    eos = 256
+
+    def stream(
+        self, blocks: Iterable[str], *, end: bool = True, name: str = "", line: int = 1
+    ) -> Iterator[Piece]:
+        for block in blocks:
+            yield Piece(np.frombuffer(block.encode("utf8", "replace"), dtype=np.uint8), 0)
+        if end:
+            yield Piece(np.array([self.eos]), 0)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(index for index in self._checked(ids) if index != self.eos).decode("utf8", "replace")
+
+    def token(self, index: int) -> str:
+        if self._checked([index])[0] == self.eos:
+            return END
+        return chr(index) if 32 < index < 127 else f"0x{index:02x}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+
+class Bpe(Vocabulary):
+    """A tokeniser of the tokenizers library."""
+
+    level = "bpe"
+
+    def __init__(self, tokenizer: Tokenizer, eos: int) -> None:
+        self.tokenizer = tokenizer
+        # A file may ask for either; both would change a text. And a text must not be able to end itself.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        # Ids may have holes, so the number of entries would be too small.
+        self.size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.eos = eos
+        unknown = getattr(tokenizer.model, "unk_token", None)
+        self.unknown = tokenizer.token_to_id(unknown) if isinstance(unknown, str) else None
+
+    @classmethod
+    def train(cls, blocks: Iterable[str], size: int) -> Bpe:
+        """Byte-level BPE of at most `size` entries; a short text gives fewer. Equal texts give equal ones."""
+        if size < LEAST_BPE:
+            raise FullrankError(
+                f"data.bpe_size={size} is too small: expected at least {LEAST_BPE}, all bytes and an end"
+            )
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=[END],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(blocks, trainer)
+        # Special tokens come first.
+        return cls(tokenizer, 0)
+
+    @classmethod
+    def read(cls, path: Path) -> Bpe:
+        """From a tokenizer.json; its token that ends a text is found by name."""
+        tokenizer = _tokenizer(path)
+        special = {
+            token.content: index
+            for index, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        for name in ENDS:
+            if name in special:
+                return cls(tokenizer, special[name])
+        raise FullrankError(
+            f"{path} has no special token that ends a text (it has {', '.join(special) or 'none at all'}, "
+            f"expected one of {', '.join(ENDS)}): add {END} to it, or leave data.tokenizer empty to train one"
+        )
+
+    def stream(
+        self, blocks: Iterable[str], *, end: bool = True, name: str = "", line: int = 1
+    ) -> Iterator[Piece]:
+        for block in blocks:
+            encoding = self.tokenizer.encode_batch_fast([block], add_special_tokens=False)[0]
+            ids = np.array(encoding.ids, dtype=np.int64)
+            yield Piece(ids, 0 if self.unknown is None else int(np.count_nonzero(ids == self.unknown)))
+        if end:
+            yield Piece(np.array([self.eos]), 0)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(self._checked(ids), skip_special_tokens=True)
+
+    def token(self, index: int) -> str:
+        text = self.tokenizer.decode(self._checked([index]), skip_special_tokens=False)
+        # Half a character has no text; its name in the vocabulary stands for it.
+        return text if text and "\ufffd" not in text else self.tokenizer.id_to_token(index) or f"<{index}>"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"level": self.level, "eos": self.eos, "tokenizer": json.loads(self.tokenizer.to_str())}
+
+    def save(self, folder: Path) -> None:
+        write_whole(folder / TOKENIZER_FILE, self.tokenizer.to_str(pretty=True) + "\n")
+        write_whole(folder / FILE, json.dumps({"level": self.level, "eos": self.eos}) + "\n")
+
+
+def load(folder: Path) -> Vocabulary:
+    """What `save` wrote."""
+    path = folder / FILE
+    try:
+        data = json.loads(path.read_text(encoding="utf8"))
+        level = data["level"]
+        if level == "words":
+            return Words([str(word) for word in data["words"]])
+        if level == "bytes":
+            return Bytes()
+        if level == "bpe":
+            return Bpe(_tokenizer(folder / TOKENIZER_FILE), int(data["eos"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, FullrankError):
+            raise
+        raise FullrankError(f"{path} is no vocabulary ({error!r}): prepare the data again") from error
+    raise FullrankError(f"{path} has level {level!r}, expected words, bytes or bpe: prepare the data again")
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf8"))
+    except OSError as error:
+        raise FullrankError(
+            f"no tokeniser at {path} ({error.strerror}): set data.tokenizer to a tokenizer.json"
+        ) from error
+    # The library raises plain Exception for all that it cannot read.
+    except Exception as error:
+        raise FullrankError(
+            f"{path} is no tokenizer.json ({error}): set data.tokenizer to one, or leave it empty to "
+            "train one"
+        ) from error
+
+
+def _with_ends(block: str) -> str:
+    return block.replace("\n", f" {EOS} ")

@@ -1,0 +1,68 @@
+"""`fullrank generate`: the text alone, one a seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import tyro
+
+from fullrank.cli.generate import Generate, generate
+from fullrank.errors import FullrankError
+from fullrank.heads.registry import build
+from fullrank.models import LanguageModel
+from fullrank.models.awd_lstm import AwdLstm
+from fullrank.train import folder
+from fullrank.train.generate import generate as sample
+from fullrank.train.vocabulary import Words
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    torch.manual_seed(0)
+    words = Words(["<eos>", "<unk>", *"abcdefg"])
+    body = AwdLstm(vocab=words.size, embedding=6, hidden=8, last=6, layers=1)
+    model = LanguageModel(body, build("softmax", hidden=6, vocab=words.size)).eval()
+    made = SimpleNamespace(model=model, corpus=SimpleNamespace(vocabulary=words))
+    monkeypatch.setattr(folder, "open_run", lambda path, *, checkpoint, device: made)
+    return made
+
+
+def parsed(*arguments: str) -> Generate:
+    return tyro.cli(Generate, args=list(arguments))
+
+
+def test_the_text_alone(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    generate(parsed("runs/t", "--prompt", "a b", "--tokens", "9", "--seed", "4", "--device", "cpu"))
+    printed = capsys.readouterr().out
+    assert printed == sample(run.model, run.corpus.vocabulary, "a b", tokens=9, seed=4) + "\n"
+
+
+def test_several(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    generate(parsed("runs/t", "--tokens", "9", "--count", "2", "--top-k", "3", "--device", "cpu"))
+    printed = capsys.readouterr().out
+    texts = [sample(run.model, run.corpus.vocabulary, "", tokens=9, seed=seed, top_k=3) for seed in (0, 1)]
+    assert printed == f"{texts[0]}\n\n--- seed 1\n{texts[1]}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--count", "0"], "--count"),
+        (["--seed", "-1"], "--seed"),
+        (["--tokens", "0"], "tokens=0"),
+        (["--top-p", "2"], "top_p=2"),
+        (["--device", "abacus"], "abacus"),
+    ],
+)
+def test_users_mistakes(run: Any, flags: list[str], word: str) -> None:
+    with pytest.raises(FullrankError, match=word):
+        generate(parsed("runs/t", *flags))
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(FullrankError, match="no run directory"):
+        generate(parsed(str(tmp_path), "--device", "cpu"))
