@@ -20,7 +20,7 @@ from fullrank import results
 from fullrank.cli import main
 from fullrank.cli.diagnose import Diagnose, _settings
 from fullrank.diagnose import collect
-from fullrank.diagnose.diagnosis import QUICK, _Answers
+from fullrank.diagnose.diagnosis import QUICK, Answers
 from fullrank.diagnose.loading import quiet
 from fullrank.results import Diagnosis
 from fullrank.results.diagnosis import QUESTIONS
@@ -84,7 +84,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, question: str, error: BaseExcepti
     def stop(self: object, progress: object) -> object:
         raise error
 
-    monkeypatch.setattr(_Answers, question, stop)
+    monkeypatch.setattr(Answers, question, stop)
 
 
 # Done
@@ -425,3 +425,93 @@ def test_a_full_disk_while_states_are_kept(
     assert diagnose() == 2
     assert "choose another --out" in capsys.readouterr().err
     assert written(tmp_path / "out") == []
+
+
+# Training runs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps, with a mixture for a head."""
+    from fullrank.train.config import override
+    from fullrank.train.loop import Options, train
+    from fullrank.train.recipes import recipe
+
+    path = tmp_path_factory.mktemp("trained")
+    draw = random.Random(0)
+    lines = [" ".join(draw.choice(SENTENCE.split()) for _ in range(9)) for _ in range(120)]
+    for split, part in (("train", lines[:60]), ("valid", lines[60:80]), ("test", lines[80:])):
+        (path / f"{split}.txt").write_text("\n".join(part) + "\n", encoding="utf8")
+    settings = [
+        "body.hidden=8", "body.last=6", "head.width=6", "head.components=3", "batch=4", "length=10",
+        "steps=4", "evaluate_every=2",
+    ]  # fmt: skip
+    train(
+        override(recipe("awd-lstm", "mos"), settings),
+        Options(
+            data=(path,), out=path / "mixed", cache=path / "cache", device="cpu", trackers=(), monitors=False
+        ),
+        None,
+    )
+    return path / "mixed"
+
+
+def test_a_training_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On its test split: what applies to its head is answered, what does not is left out with the reason."""
+    out = tmp_path / "out"
+    assert main.run(["diagnose", str(trained), "--out", str(out), "--device", "cpu", "--quick"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert printed.out.startswith("mixed: width 6")
+    record, _ = results.load(out / "results.json")
+    assert isinstance(record, Diagnosis)
+    assert (record.model.name, record.model.source) == ("mixed", "run")
+    left_out = {"rank_needed", "better_head", "unreachable", "gradient"}
+    assert {one.question for one in record.missing} == left_out
+    page = (out / "report.html").read_text(encoding="utf8")
+    assert page.count("a mixture of 3 components (mos)") >= len(left_out)
+    assert written(out) == ["report.html", "results.json"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--revision", "main"], ["--revision was given", "leave it out"]),
+        (["--allow-pickle"], ["--allow-pickle was given", "leave it out"]),
+        (["--trust-remote-code"], ["--trust-remote-code was given", "leave it out"]),
+        (["--dtype", "bfloat16"], ["--dtype bfloat16", "float32"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_options_that_a_training_run_cannot_have(
+    flags: list[str], words: list[str], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main.run(["diagnose", str(trained), "--out", str(tmp_path / "out"), *flags])
+    refused(code, capsys, tmp_path / "out", *words)
+
+
+def test_a_training_run_is_not_overwritten(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.read_bytes() for path in trained.glob("*.*")}
+    assert main.run(["diagnose", str(trained), "--out", f"{trained}/../{trained.name}"]) == 2
+    assert "is the run itself" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in trained.glob("*.*")} == before
+
+
+def test_a_training_run_without_a_checkpoint(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    early = tmp_path / "early"
+    shutil.copytree(trained, early, ignore=shutil.ignore_patterns("checkpoints"))
+    code = main.run(["diagnose", str(early), "--out", str(tmp_path / "out"), "--device", "cpu"])
+    refused(code, capsys, tmp_path / "out", "no checkpoint yet", "let it train")
+
+
+def test_an_interrupted_diagnosis_of_a_run_keeps_what_it_has(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, "spectrum", KeyboardInterrupt())
+    out = tmp_path / "out"
+    assert main.run(["diagnose", str(trained), "--out", str(out), "--device", "cpu"]) == 130
+    record, _ = results.load(out / "results.json")
+    assert record.loss is not None
+    assert record.spectrum is None

@@ -18,7 +18,7 @@ import torch
 
 from fullrank import results
 from fullrank.diagnose import anatomy, collect, spectrum
-from fullrank.diagnose.diagnosis import INTERRUPTED, NOT_ASKED, QUICK, Interrupted, Settings, _Answers, run
+from fullrank.diagnose.diagnosis import INTERRUPTED, NOT_ASKED, QUICK, Answers, Interrupted, Settings, run
 from fullrank.diagnose.loading import load
 from fullrank.errors import FullrankError
 from fullrank.results import Diagnosis
@@ -278,7 +278,7 @@ def patch_question(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseExcept
     def fail(self: object, progress: object) -> object:
         raise error
 
-    monkeypatch.setattr(_Answers, name, fail)
+    monkeypatch.setattr(Answers, name, fail)
 
 
 def test_an_interruption_keeps_what_is_finished(

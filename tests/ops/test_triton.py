@@ -22,8 +22,8 @@ from torch import Tensor
 from fullrank.errors import FullrankError
 from fullrank.ops import IDENTITY, SIGSOFTMAX, Pointwise, Softcap, mixture_nll
 from fullrank.ops.plan import MIB, make_plan, padded
+from fullrank.ops.statistics import Statistics
 from fullrank.ops.targets import count_targets
-from fullrank.ops.tiles import Statistics
 
 # numpy, under the interpreter, warns of what the unused ends of padded rows hold.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import fullrank.report
-from fullrank.diagnose.series import judged
+from fullrank.diagnose.runs import judged
 from fullrank.errors import FullrankError
 from fullrank.report import training_charts as charts
 from fullrank.report.theme import DARK, MODEL_COLOURS, NARROW, WIDE

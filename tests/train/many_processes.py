@@ -26,7 +26,7 @@ import torch
 import torch.distributed as distributed
 
 from fullrank.errors import FullrankError
-from fullrank.train import checkpoint, loop, weights
+from fullrank.train import checkpoint, learner, loop, weights
 from fullrank.train import processes as between
 from fullrank.train.build import build
 from fullrank.train.config import Config, override
@@ -183,8 +183,9 @@ class InStep:
 
     def __call__(self, session: Any) -> None:
         self.written(session)
-        for values in (None, session.average.mean if session.average else None):
-            whole = weights.gather(session.bare, values)
+        learnt = session.learner
+        for values in (None, learnt.average.mean if learnt.average else None):
+            whole = weights.gather(learnt.bare, values)
             flat = torch.cat([whole[name].flatten() for name in sorted(whole)])
             first = flat.clone()
             distributed.broadcast(first, 0)
@@ -232,7 +233,7 @@ def _ready() -> None:
     torch.set_num_threads(1)
     # A disk that loses power is not what is tested here.
     checkpoint.sync = lambda path: None  # type: ignore[assignment]
-    loop.build = lambda config, vocab: build(config, vocab).double()  # type: ignore[assignment]
+    learner.build = lambda config, vocab: build(config, vocab).double()  # type: ignore[assignment]
 
 
 def main(folder: Path) -> int:

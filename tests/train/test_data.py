@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fullrank.errors import FullrankError
-from fullrank.train import data, sources
+from fullrank.train import data, sources, text_files
 from fullrank.train.config import DataConfig
 from fullrank.train.data import Corpus, load, prepare
 from fullrank.train.vocabulary import Bpe
@@ -140,19 +140,19 @@ def test_blocks_of_any_size_give_the_same_tokens(
     config = DataConfig(level=level, bpe_size=300)
     whole = prepare([source], config, tmp_path / "whole")
     assert np.array_equal(whole.splits["train"].tokens, whole.vocabulary.encode(text))
-    monkeypatch.setattr(sources, "READ", 257)
+    monkeypatch.setattr(text_files, "READ", 257)
     small = prepare([source], config, tmp_path / "small")
     assert small.digest == whole.digest
     found = sources.find([source], config)
-    pieces = list(sources.blocks(found.splits["train"][0]))
+    pieces = list(text_files.blocks(found.splits["train"][0]))
     assert len(pieces) > 100
     assert "".join(pieces) == text
     # A text without any place to cut is read all the same.
-    monkeypatch.setattr(sources, "LONGEST", 1000)
+    monkeypatch.setattr(text_files, "LONGEST", 1000)
     endless = three(tmp_path / "endless", train="ä" * 5000, valid="a", test="b")
     (part,) = sources.find([endless], config).splits["train"]
-    assert [len(piece) for piece in sources.blocks(part)][:2] == [pytest.approx(1000, abs=257)] * 2
-    assert "".join(sources.blocks(part)) == "ä" * 5000
+    assert [len(piece) for piece in text_files.blocks(part)][:2] == [pytest.approx(1000, abs=257)] * 2
+    assert "".join(text_files.blocks(part)) == "ä" * 5000
 
 
 def test_ids_beyond_sixteen_bits_are_kept(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fullrank.errors import FullrankError
 from fullrank.train import checkpoint, data, folder
 from fullrank.train.build import build
 from fullrank.train.config import Config, DataConfig, override, to_json
-from fullrank.train.loop import Options, link_tokens, train
+from fullrank.train.loop import Options, train
 from fullrank.train.recipes import recipe
 
 SETTINGS = [
@@ -187,7 +187,7 @@ def test_tokens_are_those_of_the_runs_data(trained: Path, tmp_path: Path) -> Non
         other = data.prepare(
             [texts(tmp_path / str(seed), seed)], DataConfig(vocabulary_from="all"), tmp_path / "cache"
         )
-        link_tokens(other.folder, run / "tokens")
+        folder.link_tokens(other.folder, run / "tokens")
     assert folder.open_run(run).corpus.digest == own
 
 

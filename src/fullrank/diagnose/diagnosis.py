@@ -143,8 +143,8 @@ def run(
             # The body has done its work, and its memory is better used for what follows.
             build = dataclasses.replace(build, blocks=())
             del loaded
-        answers = _Answers(build, states, settings, lambda token: _name(tokenizer, token))
-        return _answer(answers, windows, asked, _earlier(out, build, windows), progress)
+        answers = Answers(build, states, settings, lambda token: _name(tokenizer, token))
+        return answer(answers, windows, asked, out, progress)
 
 
 def chosen_questions(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
@@ -159,8 +159,11 @@ def chosen_questions(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...
     return asked
 
 
-class _Answers:
-    """The questions over one model's states; what two of them share is made once."""
+class Answers:
+    """The questions over one model's states, a method each; what two of them share is made once.
+
+    A method that raises FullrankError leaves its question without an answer, for that reason.
+    """
 
     def __init__(
         self,
@@ -295,13 +298,15 @@ def split(states: collect.States) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     )
 
 
-def _answer(
-    answers: _Answers,
+def answer(
+    answers: Answers,
     windows: collect.Windows,
     asked: Sequence[str],
-    earlier: Diagnosis | None,
-    progress: Progress,
+    out: Path | None = None,
+    progress: Progress = lambda stage, share: None,
 ) -> Diagnosis:
+    """Ask the questions one after the other; answers that an earlier run left in `out` are kept."""
+    earlier = _earlier(out, answers.build, windows)
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
     seconds: dict[str, float] = {}
@@ -345,7 +350,7 @@ def _answer(
 
 
 def _record(
-    answers: _Answers,
+    answers: Answers,
     windows: collect.Windows,
     found: dict[str, Any],
     missing: dict[str, str],

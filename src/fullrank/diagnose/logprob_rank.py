@@ -134,19 +134,25 @@ def _by_columns(hidden: Tensor, output: OutputLayer, seed: int) -> LogprobRank:
     generator = torch.Generator().manual_seed(seed)
     contexts = torch.randperm(len(hidden), generator=generator)[:CONTEXTS]
     columns = torch.randperm(output.tokens, generator=generator)[:COLUMNS]
-    found = least_rank(output.logits(hidden[contexts.to(hidden.device)], columns.to(hidden.device)).float())
+    logits = output.logits(hidden[contexts.to(hidden.device)], columns.to(hidden.device)).float()
+    return of_table(logits, "The head is not linear, so its width sets no ceiling")
+
+
+def of_table(table: Tensor, why: str) -> LogprobRank:
+    """From logits or log-probabilities of sampled contexts and tokens [n, m], in the dtype that made them.
+
+    `why` is a sentence on why the sample is the only ceiling.
+    """
+    found = least_rank(table)
     return LogprobRank(
         least_rank=found.rank,
         gap_rank=found.gap_rank,
         gap=found.gap,
         noise_floor=found.noise_floor,
         ceiling=found.ceiling,
-        ceiling_reason=(
-            f"the sample: {len(contexts)} contexts by {len(columns)} tokens. The head is not linear, so its "
-            "width sets no ceiling"
-        ),
-        contexts=len(contexts),
-        columns=len(columns),
+        ceiling_reason=f"the sample: {table.shape[0]} contexts by {table.shape[1]} tokens. {why}",
+        contexts=table.shape[0],
+        columns=table.shape[1],
         method="columns",
         singular_values=tuple(found.singular_values.tolist()),
     )

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.ops import chunked
+from fullrank.ops.gradients import Gradients, Needs
 from fullrank.ops.pointwise import from_parts
 from fullrank.ops.reference import compute_dtype
+from fullrank.ops.statistics import Statistics
 from fullrank.ops.targets import check_targets as check_targets
 from fullrank.ops.targets import count_targets
-from fullrank.ops.tiles import Gradients, Needs, Statistics
 
 Optional = Tensor | None
 

@@ -19,24 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullrank.errors import FullrankError
-from fullrank.ops.plan import default_workspace, make_plan
-from fullrank.ops.pointwise import PiecewiseLinear, Pointwise
+from fullrank.ops.gradients import Gradients, Needs, add_slope_gradient, empty_gradients
+from fullrank.ops.pointwise import Pointwise
+from fullrank.ops.products import add_bias, add_products
 from fullrank.ops.reference import compute_dtype
-from fullrank.ops.tiles import (
-    Gradients,
-    Mode,
-    Needs,
-    Statistics,
-    Vocabulary,
-    add_bias,
-    add_products,
-    add_slope_gradient,
-    finish_tile,
-    posterior,
-    recompute_gradient,
-    statistics_of,
-)
+from fullrank.ops.statistics import Mode, Statistics, posterior
+from fullrank.ops.tiles import finish_tile, recompute_gradient, statistics_of
+from fullrank.ops.vocabulary import Vocabulary, vocabulary_for
 
 Index = slice | Tensor
 
@@ -77,69 +66,6 @@ def pieces(N: int, positions: Tensor | None, size: int) -> Iterator[Index]:
         return
     for start in range(0, N, size):
         yield slice(start, min(start + size, N))
-
-
-def kernel_serves(impl: str, rows: Tensor, pointwise: Pointwise, *, stats: bool = False) -> bool:
-    """Whether the elementwise work goes to the kernel; impl="triton" raises where it cannot."""
-    if impl == "chunked" or (impl == "auto" and rows.device.type != "cuda"):
-        return False
-    from fullrank.ops import triton
-
-    obstacle = triton.obstacle(rows.device, rows.dtype, pointwise)
-    if obstacle is None and stats:
-        obstacle = "it makes no argmax and no entropy for return_stats=True"
-    if obstacle is not None and impl == "triton":
-        raise FullrankError(
-            f"impl='triton' cannot serve here: {obstacle}; pass impl='auto' for any path that can"
-        )
-    return obstacle is None
-
-
-def vocabulary_for(
-    rows: Tensor,
-    K: int,
-    weight: Tensor,
-    bias: Tensor | None,
-    pointwise: Pointwise,
-    workspace: int | None,
-    *,
-    impl: str = "chunked",
-    stats: bool = False,
-) -> Vocabulary:
-    """W, b and f with a plan for rows [N, ..., D] of K a token."""
-    V, D = weight.shape
-    bytes_ = default_workspace(rows.device) if workspace is None else workspace
-    plan = make_plan(
-        N=rows.shape[0], K=K, D=D, V=V, product=rows.dtype, device=rows.device,
-        tile_buffers=pointwise.tile_buffers, workspace=bytes_,
-        kernel=kernel_serves(impl, rows, pointwise, stats=stats),
-    )  # fmt: skip
-    if impl == "triton" and not plan.kernel:
-        raise FullrankError(
-            f"impl='triton' cannot serve here: a workspace of {bytes_} bytes does not hold all V={V} scores "
-            "of enough rows; pass a larger workspace or impl='auto'"
-        )
-    return Vocabulary(weight, bias, pointwise, product=rows.dtype, plan=plan, K=K)
-
-
-def empty_gradients(
-    needs: Needs, weight: Tensor, pointwise: Pointwise, wide: torch.dtype, entries: int | None = None
-) -> Gradients:
-    """Zeros; W's and b's with `entries` rows where they are padded for the products."""
-    V, D = weight.shape
-    entries = V if entries is None else entries
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=wide, device=weight.device)
-
-    slopes = needs.slopes and isinstance(pointwise, PiecewiseLinear)
-    bins = pointwise.bins if isinstance(pointwise, PiecewiseLinear) else 0
-    return Gradients(
-        weight=zeros(entries, D) if needs.weight else None,
-        bias=zeros(entries) if needs.bias else None,
-        sums=zeros(bins).double() if slopes else None,
-        moments=zeros(bins).double() if slopes else None,
-    )
 
 
 @dataclass

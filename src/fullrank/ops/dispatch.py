@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.ops import autograd, reference
+from fullrank.ops.gradients import Needs
 from fullrank.ops.plan import default_workspace
 from fullrank.ops.pointwise import IDENTITY, Pointwise
-from fullrank.ops.tiles import Needs
 
 IMPLEMENTATIONS = ("auto", "triton", "chunked", "reference")
 REDUCTIONS = ("mean", "sum", "none")

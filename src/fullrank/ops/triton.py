@@ -1,7 +1,7 @@
 """The elementwise part of a kept chunk as one CUDA kernel: the scores are read once and written once.
 
 One program a row goes over the row's V scores twice; the second time they come from the cache. With the
-notation of `tiles.py`, first
+notation of `statistics.py` and `tiles.py`, first
 
     maximum = max_v a_v,   others = S = sum_{v != y} exp(a_v - maximum),   target = a_y
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fullrank.ops.pointwise import Identity, Pointwise, Sigsoftmax, Softcap
-from fullrank.ops.tiles import Statistics
+from fullrank.ops.statistics import Statistics
 
 try:
     import triton  # type: ignore

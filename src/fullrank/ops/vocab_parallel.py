@@ -37,21 +37,15 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from fullrank.errors import FullrankError
 from fullrank.ops import dispatch
-from fullrank.ops.chunked import chunks, empty_gradients, vocabulary_for
+from fullrank.ops.chunked import chunks
 from fullrank.ops.dispatch import TokenStats, check_reduction
+from fullrank.ops.gradients import Gradients, Needs, empty_gradients
 from fullrank.ops.plan import default_workspace
 from fullrank.ops.pointwise import IDENTITY, Pointwise, from_parts
 from fullrank.ops.reference import compute_dtype
-from fullrank.ops.tiles import (
-    Gradients,
-    Mode,
-    Needs,
-    Statistics,
-    Vocabulary,
-    posterior,
-    recompute_gradient,
-    statistics_of,
-)
+from fullrank.ops.statistics import Mode, Statistics, posterior
+from fullrank.ops.tiles import recompute_gradient, statistics_of
+from fullrank.ops.vocabulary import Vocabulary, vocabulary_for
 
 
 def split(V: int, processes: int) -> list[tuple[int, int]]:

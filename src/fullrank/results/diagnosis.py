@@ -25,7 +25,7 @@ class ModelFacts:
 
     name: str
     source: str
-    """Where it came from: directory, hub, gguf, bundled, or object."""
+    """Where it came from: directory, hub, gguf, bundled, object, or run."""
     architecture: str
     parameters: int
     layers: int

@@ -32,9 +32,10 @@ import numpy as np
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
 from fullrank.train import sources as texts
+from fullrank.train import text_files
 from fullrank.train import vocabulary as vocabularies
 from fullrank.train.config import DataConfig
-from fullrank.train.sources import SPLITS, Part, Sources
+from fullrank.train.sources import SPLITS, Sources
 from fullrank.train.vocabulary import Bpe, Bytes, Vocabulary, Words
 
 Progress = Callable[[str, float], None]
@@ -256,9 +257,9 @@ class _Watched:
     def documents(self) -> Iterator[Iterator[str]]:
         return (self.blocks(part) for part in self._parts)
 
-    def blocks(self, part: Part) -> Iterator[str]:
+    def blocks(self, part: text_files.Part) -> Iterator[str]:
         read = 0
-        for block in texts.blocks(part):
+        for block in text_files.blocks(part):
             self._progress(self._label, min(1.0, (self._before + read) / self._total))
             self.blank = self.blank and block.isspace()
             # Characters, not bytes: close enough to show.

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,6 +110,22 @@ def claim(path: Path, config: Config, digest: str) -> None:
     there = path / CONFIG
     if not there.exists() or there.read_text(encoding="utf8") != text:
         write_whole(there, text)
+
+
+def link_tokens(built: Path, into: Path) -> None:
+    """Make the token files part of the run without a second copy on disk, where the file system can."""
+    there = into / built.name
+    there.mkdir(parents=True, exist_ok=True)
+    for file in built.iterdir():
+        own, temporary = there / file.name, there / f".{file.name}"
+        if own.exists() and own.samefile(file):
+            continue
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(file, temporary)
+        except OSError:
+            shutil.copyfile(file, temporary)
+        os.replace(temporary, own)
 
 
 def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -149,6 +149,25 @@ def _geometry(last: Tensor) -> Monitors:
 
 
 def _rank(head: Head, states: list[Tensor], ids: Tensor, size: int, generator: torch.Generator) -> Monitors:
+    log_probs = sampled_log_probs(head, states, ids, size, generator)
+    if not bool(torch.isfinite(log_probs).all()):
+        return {"logprob_rank": math.nan, "logprob_effective_rank": math.nan}
+    found = least_rank(log_probs)
+    shares = found.singular_values / found.singular_values.sum().clamp(min=1e-300)
+    return {
+        "logprob_rank": float(found.rank),
+        "logprob_rank_ceiling": float(found.ceiling),
+        "logprob_effective_rank": math.exp(float(torch.special.entr(shares).sum())),
+    }
+
+
+def sampled_log_probs(
+    head: Head, states: list[Tensor], ids: Tensor, size: int, generator: torch.Generator
+) -> Tensor:
+    """Log-probabilities of at most `size` contexts and size + 1 tokens, up to a shift a context, fp64.
+
+    states [batch, time, H] are those that the head reads, ids [batch, time] the tokens under them.
+    """
     bias = head.decoder.bias
     # A masked token has no logarithm in any context.
     allowed = torch.arange(head.vocab) if bias is None else (~torch.isneginf(bias)).nonzero()[:, 0].cpu()
@@ -160,16 +179,7 @@ def _rank(head: Head, states: list[Tensor], ids: Tensor, size: int, generator: t
     else:
         log_probs = _any_table(head, states, ids, size, columns, generator)
     # cuSOLVER takes longer over a matrix of this size than the way to a CPU and back.
-    log_probs = log_probs.cpu()
-    if not bool(torch.isfinite(log_probs).all()):
-        return {"logprob_rank": math.nan, "logprob_effective_rank": math.nan}
-    found = least_rank(log_probs)
-    shares = found.singular_values / found.singular_values.sum().clamp(min=1e-300)
-    return {
-        "logprob_rank": float(found.rank),
-        "logprob_rank_ceiling": float(found.ceiling),
-        "logprob_effective_rank": math.exp(float(torch.special.entr(shares).sum())),
-    }
+    return log_probs.cpu()
 
 
 def _row_table(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fullrank.diagnose import curves, series
+from fullrank.diagnose import curves, runs
 from fullrank.errors import FullrankError
 from fullrank.results import Training, Trainings, read_log
 
@@ -25,9 +25,9 @@ def test_the_curve_is_the_validation_loss_with_its_errors(write_run: Write) -> N
 
 def test_one_run_or_several_each_with_its_verdict(write_run: Write) -> None:
     turned, steady = write_run("turned", turns=True), write_run("steady")
-    alone = series.trainings([turned])
+    alone = runs.trainings([turned])
     assert isinstance(alone, Training)
-    both = series.trainings([turned, steady], seed=1)
+    both = runs.trainings([turned, steady], seed=1)
     assert isinstance(both, Trainings)
     verdicts = [run.saturation.saturated for run in both.runs if run.saturation is not None]
     assert verdicts == [True, False]
@@ -37,12 +37,12 @@ def test_one_run_or_several_each_with_its_verdict(write_run: Write) -> None:
 
 def test_runs_are_told_from_other_inputs(write_run: Write, tmp_path: Path) -> None:
     run = write_run()
-    assert series.are_runs([run])
-    assert not series.are_runs(["curves.csv", "EleutherAI/pythia-70m"])
-    assert not series.are_runs([])
+    assert runs.are_runs([run])
+    assert not runs.are_runs(["curves.csv", "EleutherAI/pythia-70m"])
+    assert not runs.are_runs([])
     # A checkpoint of transformers has a config.json too, but no log.
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "config.json").write_text("{}")
-    assert not series.are_runs([tmp_path / "checkpoint"])
+    assert not runs.are_runs([tmp_path / "checkpoint"])
     with pytest.raises(FullrankError, match=r"is a training run and curves\.csv is none: pass runs alone"):
-        series.are_runs([run, "curves.csv"])
+        runs.are_runs([run, "curves.csv"])

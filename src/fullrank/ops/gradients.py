@@ -1,0 +1,89 @@
+"""Which gradients a pass makes, and those that are sums over all rows: of W, b and the slopes of f.
+
+A piecewise-linear f has one slope a bin. Its gradient is a histogram over the bins of the gradient in f(z):
+per bin the sum, and the sum times the place in the bin, both in fp64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullrank.ops.pointwise import Evaluated, PiecewiseLinear, Pointwise
+
+
+class Needs(NamedTuple):
+    """Which gradients a pass makes."""
+
+    rows: bool = False
+    prior: bool = False
+    weight: bool = False
+    bias: bool = False
+    slopes: bool = False
+
+    @property
+    def products(self) -> bool:
+        """Whether the scores' gradient Q is needed at all."""
+        return self.rows or self.weight or self.bias or self.slopes
+
+    @property
+    def rows_alone(self) -> bool:
+        """W and everything that is summed over rows is frozen."""
+        return self.rows and not (self.weight or self.bias or self.slopes)
+
+
+@dataclass
+class Gradients:
+    """Sums over all rows, in fp32 or wider; None where not asked for.
+
+    A bin of a piecewise-linear f takes in a share of all scores, one by one: fp32 would lose digits.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    sums: Tensor | None
+    """Piecewise linear: per bin, the sum of the gradient in f(z)."""
+    moments: Tensor | None
+
+    def trimmed(self, V: int) -> Gradients:
+        """Without padding."""
+        weight = None if self.weight is None else self.weight[:V]
+        bias = None if self.bias is None else self.bias[:V]
+        return Gradients(weight=weight, bias=bias, sums=self.sums, moments=self.moments)
+
+    def slopes(self, pointwise: Pointwise) -> Tensor | None:
+        if self.sums is None or self.moments is None or not isinstance(pointwise, PiecewiseLinear):
+            return None
+        return pointwise.gradient_of_slopes(self.sums, self.moments)
+
+
+def empty_gradients(
+    needs: Needs, weight: Tensor, pointwise: Pointwise, wide: torch.dtype, entries: int | None = None
+) -> Gradients:
+    """Zeros; W's and b's with `entries` rows where they are padded for the products."""
+    V, D = weight.shape
+    entries = V if entries is None else entries
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=wide, device=weight.device)
+
+    slopes = needs.slopes and isinstance(pointwise, PiecewiseLinear)
+    bins = pointwise.bins if isinstance(pointwise, PiecewiseLinear) else 0
+    return Gradients(
+        weight=zeros(entries, D) if needs.weight else None,
+        bias=zeros(entries) if needs.bias else None,
+        sums=zeros(bins).double() if slopes else None,
+        moments=zeros(bins).double() if slopes else None,
+    )
+
+
+def add_slope_gradient(gradients: Gradients, bent: Evaluated, upstream: Tensor) -> None:
+    """Histogram the gradient in f(z) over the bins of a piecewise linear f; overwrites upstream, in fp64."""
+    if gradients.sums is None or gradients.moments is None or bent.bins is None or bent.offset is None:
+        return
+    bins = bent.bins.flatten()
+    gradients.sums.index_add_(0, bins, upstream.flatten())
+    gradients.moments.index_add_(0, bins, upstream.mul_(bent.offset).flatten())

@@ -1,0 +1,196 @@
+"""What learns: a model with its optimiser, average and carried state, on a device and between processes.
+
+    forward and backward of a batch in parts, clip, update, average
+    as a checkpoint has it, all whole: model, optimiser, average, carried state of all rows
+
+A model is copied to all processes, or sharded: by FSDP2, or with the head's matrix split over the vocabulary.
+Sharded weights cannot be evaluated or measured by one process; the main one keeps a whole copy for that.
+All processes call these together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullrank.errors import FullrankError
+from fullrank.heads.vocab_parallel import VocabParallelHead, clip_gradients, ignored_parameters, shard
+from fullrank.models import LanguageModel
+from fullrank.models.body import Carried
+from fullrank.train import evaluate, folder, optimiser, weights
+from fullrank.train.batches import Batch
+from fullrank.train.build import build, start_at_unigram
+from fullrank.train.checkpoint import Stored
+from fullrank.train.config import Config
+from fullrank.train.data import Corpus
+
+
+class Learner:
+    """One process's part of what learns; `rows` are its rows of a batch."""
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        machine: Any,
+        stored: Stored | None,
+        *,
+        rows: slice,
+        vocab_parallel: bool = False,
+        fsdp: bool = False,
+    ) -> None:
+        self.config, self.machine, self.rows = config, machine, rows
+        self.vocabulary = corpus.vocabulary.size
+        self.bare = self.blank()
+        """The model itself, without what accelerate puts around it."""
+        self.parameters = sum(parameter.numel() for parameter in self.bare.parameters())
+        if stored is not None:
+            folder.restore(self.bare, stored.groups["model"], stored.path)
+        elif config.head.unigram:
+            tokens = corpus.splits["train"].tokens
+            start_at_unigram(self.bare.head, evaluate.token_counts(tokens, self.vocabulary))
+        self._spread(vocab_parallel=vocab_parallel, fsdp=fsdp)
+        self.average: optimiser.Average | None = None
+        self.carried: Carried = ()
+        if stored is not None:
+            self._restore(stored)
+
+    def blank(self) -> LanguageModel:
+        """A whole model of this architecture, on the CPU."""
+        return build(self.config, self.vocabulary)
+
+    def _spread(self, *, vocab_parallel: bool, fsdp: bool) -> None:
+        """Put the model on its device and between the processes."""
+        if vocab_parallel and fsdp:
+            raise FullrankError("--vocab-parallel and --fsdp both shard the head's matrix: pass one of them")
+        if vocab_parallel:
+            if self.config.head.tie:
+                raise FullrankError(
+                    "--vocab-parallel splits W between processes, and a tied embedding needs it whole: pass "
+                    "--set head.tie=false"
+                )
+            self.bare.to(self.machine.device)
+            self.bare.head = shard(self.bare.head)
+            ignored_parameters(self.bare)
+        # FSDP2 gathers the weights of one of these after another.
+        self.bare._no_split_modules = sorted(  # type: ignore[assignment]
+            {
+                type(layer).__name__
+                for layers in self.bare.body.modules()
+                if isinstance(layers, torch.nn.ModuleList)
+                for layer in layers
+            }
+        )
+        made = optimiser.make(self.bare, self.config.optimiser, self.machine.device)
+        self.model, self.optimiser = self.machine.prepare(self.bare, made)
+        self.bare = self.machine.unwrap_model(self.model)
+        self.sharded = vocab_parallel or fsdp
+        self.plain: LanguageModel | None = None
+        """The whole copy of a sharded model, on the main process."""
+        if self.sharded and self.machine.is_main_process:
+            self.plain = self.blank().to(self.machine.device)
+
+    def _restore(self, stored: Stored) -> None:
+        """Optimiser, average and carried state of a checkpoint."""
+        weights.scatter_optimiser(self.bare, self.inner_optimiser, stored.groups["optimiser"])
+        # An average that has begun may have no iterate yet.
+        if "average" in stored.groups:
+            self.average = optimiser.Average(self.bare)
+            self.average.count = stored.state.get("averaged", 0)
+            self.average.mean = {
+                name: weights.part(
+                    self.bare, name, parameter, stored.groups["average"][weights.plain_name(name)]
+                ).clone()
+                for name, parameter in self.bare.named_parameters()
+            }
+        carried = stored.groups["carried"]
+        self.carried = tuple(
+            carried[name][self.rows].to(self.machine.device) for name in sorted(carried, key=int)
+        )
+
+    @property
+    def inner_optimiser(self) -> torch.optim.Optimizer:
+        return getattr(self.optimiser, "optimizer", self.optimiser)
+
+    @property
+    def averaged(self) -> int:
+        """Iterates in the average; 0 where there is none."""
+        return 0 if self.average is None else self.average.count
+
+    def begin_average(self) -> None:
+        self.average = optimiser.Average(self.bare)
+
+    def step(self, batch: Batch, rate: float) -> tuple[Tensor, Tensor]:
+        """One update; returns the batch's loss without penalties, and its gradient's norm before clipping."""
+        device = self.machine.device
+        ids, targets = batch.ids.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True)
+        if batch.fresh:
+            self.carried = ()
+        optimiser.set_rate(self.inner_optimiser, rate)
+        nll = self._gradients(ids, targets)
+        norm = self._clip()
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update(self.bare)
+        return nll, norm
+
+    def _gradients(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Gradients of the batch's mean loss; returns that loss without penalties."""
+        parts = self.config.accumulate
+        device = self.machine.device.type
+        half = self.config.precision == "bf16"
+        total, carried = ids.new_zeros((), dtype=torch.float64), []
+        size = ids.shape[0] // parts
+        for number in range(parts):
+            some = slice(number * size, (number + 1) * size)
+            last = number + 1 == parts
+            quiet = contextlib.nullcontext() if last else self.machine.no_sync(self.model)
+            with quiet:
+                before = tuple(tensor[some] for tensor in self.carried)
+                with torch.autocast(device, torch.bfloat16, enabled=half):
+                    out = self.model(ids[some], targets[some], before)
+                self.machine.backward(out.value / parts)
+            total += out.nll / parts
+            carried.append(out.carried)
+        self.carried = tuple(torch.cat(tensors) for tensors in zip(*carried, strict=True))
+        return total
+
+    def _clip(self) -> Tensor:
+        most = self.config.optimiser.clip or math.inf
+        if isinstance(self.bare.head, VocabParallelHead):
+            return clip_gradients(self.bare, most)
+        norm = torch.nn.utils.clip_grad_norm_(self.bare.parameters(), most)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[LanguageModel]:
+        """The model to evaluate on this process: averaged where there is an average, whole where sharded."""
+        with self.average.swapped_in(self.bare) if self.average is not None else contextlib.nullcontext():
+            every = weights.gather(self.bare) if self.sharded else {}
+            if self.plain is not None:
+                weights.scatter(self.plain, every)
+            yield self.bare if self.plain is None else self.plain
+
+    def whole(self) -> dict[str, weights.Whole]:
+        """All that a checkpoint holds of this, by group."""
+        groups = {
+            "model": weights.gather(self.bare),
+            "optimiser": weights.gather_optimiser(self.bare, self.inner_optimiser),
+            "carried": self._whole_carried(),
+        }
+        if self.average is not None:
+            groups["average"] = weights.gather(self.bare, self.average.mean)
+        return groups
+
+    def _whole_carried(self) -> weights.Whole:
+        """The carried state of all rows of the batch, in their order."""
+        tensors = [tensor.contiguous() for tensor in self.carried]
+        if self.machine.num_processes > 1:
+            tensors = [self.machine.gather(tensor) for tensor in tensors]
+        return {str(number): tensor.to("cpu", copy=True) for number, tensor in enumerate(tensors)}

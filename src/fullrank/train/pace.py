@@ -1,0 +1,71 @@
+"""How long a run is, what it does every so many steps, and which rows of a batch a process takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fullrank.errors import FullrankError
+from fullrank.train.batches import Streams, Windows
+from fullrank.train.config import Config
+
+LOG_LINES = 10
+"""Lines about training from one evaluation to the next."""
+AGREE_EVERY = 8
+"""Steps between two looks at whether another process was told to stop, on devices, which a look holds up."""
+
+
+def own_rows(config: Config, machine: Any) -> slice:
+    """This process's rows of a batch."""
+    parts = machine.num_processes * config.accumulate
+    share, rest = divmod(config.batch, parts)
+    if rest:
+        raise FullrankError(
+            f"batch={config.batch} cannot be shared by {machine.num_processes} processes in "
+            f"{config.accumulate} parts each: choose a multiple of {parts}"
+        )
+    size = share * config.accumulate
+    return slice(machine.process_index * size, (machine.process_index + 1) * size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Numbers of steps."""
+
+    steps: int
+    """Of the whole run, at most."""
+    stage_steps: int
+    """Of its first stage."""
+    evaluate_every: int
+    log_every: int
+    checkpoint_every: int
+    """0 is at every evaluation."""
+    agree_every: int
+
+    @classmethod
+    def of(cls, config: Config, batches: Streams | Windows, machine: Any) -> Pace:
+        steps, stage_steps = _totals(config, batches)
+        evaluate_every = config.evaluate_every or min(batches.steps(0), max(1, steps // 10))
+        # A launcher waits half a minute before it kills: slow steps must not come before the look.
+        at_once = machine.num_processes == 1 or machine.device.type == "cpu"
+        return cls(
+            steps=steps,
+            stage_steps=stage_steps,
+            evaluate_every=evaluate_every,
+            log_every=max(1, evaluate_every // LOG_LINES),
+            checkpoint_every=config.checkpoint_every,
+            agree_every=1 if at_once else AGREE_EVERY,
+        )
+
+
+def _totals(config: Config, batches: Streams | Windows) -> tuple[int, int]:
+    """Steps of the whole run at most, and of its first stage."""
+    whole = int(config.epochs)
+    # Lengths differ from epoch to epoch only with jitter, and then by little: sum some, not all.
+    some = [batches.steps(epoch) for epoch in range(min(whole + 1, 4))]
+    mean = sum(some) / len(some)
+    first = max(1, sum(some[:whole]) + round(mean * (config.epochs - min(whole, len(some)))))
+    finetune = round(mean * config.optimiser.finetune_epochs)
+    steps = config.steps or first + finetune
+    # Without a second stage the first one, and its schedule, is as long as the run.
+    return steps, min(first, steps) if finetune else steps
