@@ -10,10 +10,11 @@ import torch
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import HEADS
 from fullrank.models import LanguageModel
+from fullrank.models.build import PYTHIA
 from fullrank.train import batches
 from fullrank.train.build import build
 from fullrank.train.config import Config, override
-from fullrank.train.recipes import MIXTURES, RECIPES, SIZES, recipe
+from fullrank.train.recipes import MIXTURES, RECIPES, recipe
 
 V = 11
 
@@ -130,7 +131,7 @@ def test_the_longest_sequence_reaches_the_batches(name: str) -> None:
     assert made.longer == config.jitter_longer
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", PYTHIA)
 def test_transformers_have_pythias_shape(size: str) -> None:
     config = recipe(f"transformer-{size}")
     body = config.body

@@ -117,7 +117,7 @@ def diagnose(options: Diagnose) -> None:
 
 def _run(options: Diagnose) -> Path | None:
     """The directory of a training run, if that is what was given; raises for options that it cannot have."""
-    from fullrank.train.folder import is_run
+    from fullrank.results import is_run
 
     path = Path(os.path.expanduser(options.model))
     try:

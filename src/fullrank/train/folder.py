@@ -136,10 +136,6 @@ def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def is_run(path: Path) -> bool:
-    return (path / CONFIG).is_file() and (path / LOG).is_file()
-
-
 def _document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads((path / CONFIG).read_text(encoding="utf8"))

@@ -15,6 +15,7 @@ from dataclasses import replace as replaced
 from functools import partial
 
 from fullrank.errors import FullrankError
+from fullrank.models.build import PYTHIA
 from fullrank.train.config import BodyConfig, Config, DataConfig, HeadConfig, OptimiserConfig
 
 MIXTURES = ("mos", "moss", "moc", "doc", "mixtape")
@@ -100,7 +101,7 @@ def awd_lstm(head: str) -> Config:
 
 def transformer(size: str, head: str) -> Config:
     """A Pythia of some size; `tiny` is ours, for two cores and two minutes."""
-    layers, hidden, heads, inner = SIZES[size]
+    layers, hidden, heads, inner = PYTHIA[size]
     tiny = size == "tiny"
     return Config(
         recipe=f"transformer-{size}",
@@ -116,20 +117,11 @@ def transformer(size: str, head: str) -> Config:
     )  # fmt: skip
 
 
-SIZES = {
-    "tiny": (2, 128, 4, 512),
-    "14m": (6, 128, 4, 512),
-    "31m": (6, 256, 8, 1024),
-    "70m": (6, 512, 8, 2048),
-    "160m": (12, 768, 12, 3072),
-}
-"""Layers, width, attention heads, feed-forward width."""
-
 RECIPES: dict[str, Callable[[str], Config]] = {
     "awd-lstm-ptb": awd_lstm_ptb,
     "awd-lstm-wt2": awd_lstm_wt2,
     "awd-lstm": awd_lstm,
-    **{f"transformer-{size}": partial(transformer, size) for size in SIZES},
+    **{f"transformer-{size}": partial(transformer, size) for size in PYTHIA},
 }
 
 
