@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.heads.record import MixtureRecord, describe_mixture
-from fullrank.ops import IDENTITY, Pointwise, TokenStats, mixture_log_probs, mixture_nll
+from fullrank.ops import IDENTITY, Pointwise, Softcap, TokenStats, mixture_log_probs, mixture_nll
 from fullrank.ops.dispatch import check_reduction
 
 States = Tensor | Sequence[Tensor]
@@ -58,6 +58,13 @@ class Head(nn.Module, ABC):
     name: ClassVar[str]
     needs_context: ClassVar[bool] = False
     """Whether forward needs the ids that the states were computed from (a pointer does)."""
+    reads_time: bool = False
+    """Whether a token's distribution depends on the states of earlier tokens as well, so that forward must be
+    given them all."""
+    fixed_vocabulary: ClassVar[bool] = False
+    """Whether the head has parameters for single tokens beside W and its bias."""
+    softcap: float | None = None
+    """Where set, the scores z are bent to c tanh(z / c); see `cap_scores`."""
 
     def __init__(self, *, hidden: int, vocab: int, width: int | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -74,6 +81,31 @@ class Head(nn.Module, ABC):
     @property
     def states(self) -> int:
         return len(self.state_widths)
+
+    @property
+    def pointwise(self) -> Pointwise:
+        """The function that bends the scores; override it for one of the head's own."""
+        return IDENTITY if self.softcap is None else Softcap(self.softcap)
+
+    def cap_scores(self, cap: float) -> None:
+        """Bend every score by cap * tanh(score / cap), as some models do with their logits."""
+        if type(self).pointwise is not Head.pointwise:
+            raise FullrankError(
+                f"{self.name} bends its scores already and cannot cap them at {cap}: take a head that leaves "
+                "them straight, such as softmax or mos"
+            )
+        Softcap(cap)  # refuses what is no cap
+        self.softcap = cap
+
+    def replace_decoder(self, decoder: nn.Linear) -> None:
+        """Take another matrix of the same width, for as many tokens as it has rows."""
+        rows, width = decoder.weight.shape
+        if width != self.width or (self.fixed_vocabulary and rows != self.vocab):
+            raise FullrankError(
+                f"a matrix of shape {[rows, width]} cannot replace W of shape {[self.vocab, self.width]} in "
+                f"{self.name}: build the head anew for it"
+            )
+        self.decoder, self.vocab = decoder, rows
 
     def tie(self, embedding: nn.Embedding | nn.Parameter) -> None:
         """Share W with an input embedding of the same shape."""
@@ -179,10 +211,6 @@ class RowHead(Head):
     """A head that is rows, a prior and a pointwise function over one matrix."""
 
     components: int = 1
-
-    @property
-    def pointwise(self) -> Pointwise:
-        return IDENTITY
 
     @abstractmethod
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:

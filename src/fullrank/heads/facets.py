@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Head, Labels, States, require_positive
 from fullrank.heads.pieces import CountedTokens, cut, joined, piece_tokens
-from fullrank.ops import IDENTITY, TokenStats, linear_logprob
+from fullrank.ops import TokenStats, linear_logprob
 from fullrank.ops.reference import bent_scores, compute_dtype
 
 NOISE = 1e-4
@@ -59,6 +59,7 @@ class MultiFacet(Head):
             )
         self.positions, self.partitions, self.softmaxes = positions, partitions, softmaxes
         self.state_widths = (hidden,) * layers
+        self.reads_time = positions > 1
         count = partitions + softmaxes - 1
         self.blend = nn.Linear(layers * positions * hidden, hidden)
         self.facets = nn.Linear(2 * hidden, count * self.width, bias=False)
@@ -108,8 +109,9 @@ class MultiFacet(Head):
         divided = log_prior.new_empty(rows.shape[0], self.vocab)
         for part in range(self.partitions):
             weight, bias = self._part(part)
-            divided[:, part :: self.partitions] = bent_scores(rows[:, part], weight, bias, IDENTITY)
-        whole = bent_scores(rows[:, self.partitions :], self.decoder.weight, self.decoder.bias, IDENTITY)
+            divided[:, part :: self.partitions] = bent_scores(rows[:, part], weight, bias, self.pointwise)
+        decoder = self.decoder
+        whole = bent_scores(rows[:, self.partitions :], decoder.weight, decoder.bias, self.pointwise)
         scores = torch.cat([divided[:, None], whole], dim=1)
         return torch.logsumexp(torch.log_softmax(scores, dim=-1) + log_prior[:, :, None], dim=1)
 
@@ -137,7 +139,9 @@ class MultiFacet(Head):
             weight, bias = self._part(part)
             # A target of another part has no row here: any row will do, and where() cuts its gradient.
             here = own == part
-            score, lse = linear_logprob(rows[:, part], weight, torch.where(here, y, 0), bias=bias)
+            score, lse = linear_logprob(
+                rows[:, part], weight, torch.where(here, y, 0), bias=bias, pointwise=self.pointwise
+            )
             target = torch.where(here, score, target)
             normalisers.append(lse)
         joint = [(target - torch.logsumexp(torch.stack(normalisers), dim=0))[:, None]]
@@ -147,6 +151,7 @@ class MultiFacet(Head):
                 self.decoder.weight,
                 tokens.targets.repeat_interleave(self.softmaxes - 1),
                 bias=self.decoder.bias,
+                pointwise=self.pointwise,
             )
             joint.append((score - lse).unflatten(0, (len(tokens), self.softmaxes - 1)))
         loss = tokens.reduce(-torch.logsumexp(log_prior + torch.cat(joint, dim=1), dim=1))

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Head, Labels, require_positive
 from fullrank.heads.pieces import CountedTokens, checkpointed, cut, joined, piece_tokens, widened
-from fullrank.ops import IDENTITY, TokenStats, linear_logprob
+from fullrank.ops import Pointwise, TokenStats, linear_logprob
 from fullrank.ops.reference import bent_scores, compute_dtype
 
 
@@ -46,6 +46,7 @@ def fold(leaves: Tensor, gates: Tensor) -> Tensor:
 
 class Mixtape(Head):
     name: ClassVar[str] = "mixtape"
+    fixed_vocabulary: ClassVar[bool] = True
     order: Tensor
     """[V] the frequent ids, then the rare ones."""
     place: Tensor
@@ -137,6 +138,7 @@ class Mixtape(Head):
             mean=mean,
             rare_weight=rare_weight,
             rare_bias=rare_bias,
+            pointwise=self.pointwise,
             place=None if self.leading else self.place,
         )
 
@@ -172,6 +174,7 @@ class Mixtape(Head):
                 scores.rare_weight,
                 torch.where(own, 0, place - self.frequent),
                 bias=scores.rare_bias,
+                pointwise=scores.pointwise,
             )
             target, lse = torch.where(own, target, tail_target), torch.logaddexp(lse, tail_lse)
         loss = tokens.reduce(lse - target)
@@ -197,6 +200,7 @@ class MixtapeScores:
     """[n, D] the one row that scores the rare tail; None where no token is rare."""
     rare_weight: Tensor
     rare_bias: Tensor | None
+    pointwise: Pointwise
     place: Tensor | None
     """[V] the column of each token among the frequent, then the rare ones; None where that is its id."""
 
@@ -207,13 +211,13 @@ class MixtapeScores:
         gates = torch.matmul(features, self.token_gate.to(features.dtype).t()).to(wide)
         gates = torch.sigmoid(gates + self.shared[piece, :, None] + self.token_gate_bias.t())
         mixed = fold(scores, gates)
-        return mixed if self.bias is None else mixed + self.bias.to(wide)
+        return self.pointwise(mixed if self.bias is None else mixed + self.bias.to(wide))
 
     def log_probs(self, piece: slice) -> Tensor:
         """[piece, V], in the order of the ids."""
         scores = self.frequent(piece)
         if self.mean is not None:
-            tail = bent_scores(self.mean[piece], self.rare_weight, self.rare_bias, IDENTITY)
+            tail = bent_scores(self.mean[piece], self.rare_weight, self.rare_bias, self.pointwise)
             scores = torch.cat([scores, tail], dim=1)
         if self.place is not None:
             scores = scores[:, self.place]

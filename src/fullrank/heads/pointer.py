@@ -62,8 +62,9 @@ class Pointer(Head):
             raise FullrankError(
                 "pointer got every part switched off: leave one of them on, or build 'softmax'"
             )
+        self.reads_time = context or pointer
         self.needs_context = context or pointer  # type: ignore[misc]  # rerankers alone read no ids
-        self.sizes = tuple(min(size, vocab) for size in sizes)
+        self.asked = sizes
 
         def linear() -> nn.Linear:
             return nn.Linear(hidden, self.width, bias=False)
@@ -81,6 +82,11 @@ class Pointer(Head):
             if self.query is not None and self.key is not None:
                 self.query.weight.zero_()
                 self.key.weight.div_(math.sqrt(self.width))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many tokens each reranker scores again."""
+        return tuple(min(size, self.vocab) for size in self.asked)
 
     def _checked(self, hidden: States, targets: Tensor | None, context: Tensor | None) -> list[Tensor]:
         states = super()._checked(hidden, targets, context)
@@ -150,6 +156,7 @@ class PointerScores:
         picked = flat[index]
         self.index, self.time = index, time
         self.wide = compute_dtype(states.dtype)
+        self.pointwise = head.pointwise
         self.weight = widened(head.decoder.weight)
         self.bias = None if head.decoder.bias is None else widened(head.decoder.bias)
         self.base = head.base(picked)
@@ -172,7 +179,7 @@ class PointerScores:
             own = nn.functional.embedding(chosen, self.weight).to(rows.dtype)
             again = torch.matmul(own, rows[piece, :, None])[..., 0].to(self.wide)
             scores = scores.scatter(1, chosen, again if self.bias is None else again + self.bias[chosen])
-        return scores if self.ids is None else self._with_context(scores, piece, self.ids)
+        return self.pointwise(scores if self.ids is None else self._with_context(scores, piece, self.ids))
 
     def log_probs(self, piece: slice) -> Tensor:
         return torch.log_softmax(self(piece), dim=1)
