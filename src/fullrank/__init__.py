@@ -7,6 +7,7 @@ the command line stay fast:
     fullrank.heads.build("mos", hidden=768, vocab=50257, components=4)
     fullrank.theory.least_rank(log_probs)
     fullrank.diagnose.run("path/to/model")             everything about a model's output layer
+    fullrank.hf.upgrade("path/to/model", "mos")        a model of transformers with another head
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fullrank.errors import FullrankError
+from fullrank.hf.registration import register_when_imported
 from fullrank.version import __version__
 
 if TYPE_CHECKING:
-    from fullrank import diagnose, heads, ops, report, results, theory
+    from fullrank import diagnose, heads, hf, ops, report, results, theory
     from fullrank.ops import linear_logprob, mixture_nll
 
-_ROOMS = ("diagnose", "heads", "ops", "report", "results", "theory")
+_ROOMS = ("diagnose", "heads", "hf", "ops", "report", "results", "theory")
 _OPERATIONS = ("linear_logprob", "mixture_nll")
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "__version__",
     "diagnose",
     "heads",
+    "hf",
     "linear_logprob",
     "mixture_nll",
     "ops",
@@ -44,3 +47,7 @@ def __getattr__(name: str) -> Any:
     if name in _OPERATIONS:
         return getattr(importlib.import_module("fullrank.ops"), name)
     raise AttributeError(f"module 'fullrank' has no attribute {name!r}")
+
+
+# Whoever loads an upgraded model through transformers' Auto classes needs no other import than this package.
+register_when_imported()

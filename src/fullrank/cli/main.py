@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from fullrank.cli.collapse import Collapse, collapse
 from fullrank.cli.demo import Demo, demo
 from fullrank.cli.diagnose import Diagnose, diagnose
 from fullrank.cli.eval import Eval, evaluate
@@ -18,6 +19,7 @@ from fullrank.cli.generate import Generate, generate
 from fullrank.cli.report import Report, report
 from fullrank.cli.series import Series, series
 from fullrank.cli.train import Train, train
+from fullrank.cli.upgrade import Upgrade, upgrade
 from fullrank.errors import FullrankError
 from fullrank.version import __version__
 
@@ -27,6 +29,8 @@ COMMANDS: dict[type, Callable[[Any], None]] = {
     Train: train,
     Eval: evaluate,
     Generate: generate,
+    Upgrade: upgrade,
+    Collapse: collapse,
     Report: report,
     Demo: demo,
 }
@@ -64,6 +68,8 @@ def run(arguments: list[str]) -> int:
         | Annotated[Train, tyro.conf.subcommand("train")]
         | Annotated[Eval, tyro.conf.subcommand("eval")]
         | Annotated[Generate, tyro.conf.subcommand("generate")]
+        | Annotated[Upgrade, tyro.conf.subcommand("upgrade")]
+        | Annotated[Collapse, tyro.conf.subcommand("collapse")]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Demo, tyro.conf.subcommand("demo")],
         prog="fullrank",

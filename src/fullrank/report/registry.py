@@ -16,7 +16,18 @@ from fullrank.report.page import Page, html
 from fullrank.report.series_page import series_page
 from fullrank.report.subject import names_of
 from fullrank.report.training_page import training_page, trainings_page
-from fullrank.results import Diagnosis, Ladder, Provenance, Series, Training, Trainings, write_whole
+from fullrank.report.upgrade_page import collapse_page, upgrade_page
+from fullrank.results import (
+    Collapse,
+    Diagnosis,
+    Ladder,
+    Provenance,
+    Series,
+    Training,
+    Trainings,
+    Upgrade,
+    write_whole,
+)
 
 _PAGES: dict[str, Callable[[Any], Page]] = {
     Ladder.kind: ladder_page,
@@ -24,6 +35,8 @@ _PAGES: dict[str, Callable[[Any], Page]] = {
     Series.kind: series_page,
     Training.kind: training_page,
     Trainings.kind: trainings_page,
+    Upgrade.kind: upgrade_page,
+    Collapse.kind: collapse_page,
 }
 
 

@@ -15,12 +15,15 @@ from fullrank.results.ladder import Ladder, LadderRung
 from fullrank.results.series import Series
 from fullrank.results.training import Training, Trainings
 from fullrank.results.training_log import is_run, read_log
+from fullrank.results.upgrade import Collapse, Upgrade
 
 KINDS.update({record.kind: record for record in (Ladder, Diagnosis, Series, Training, Trainings, Evaluated)})
+KINDS.update({record.kind: record for record in (Upgrade, Collapse)})
 
 __all__ = [
     "KINDS",
     "QUESTIONS",
+    "Collapse",
     "Diagnosis",
     "Estimate",
     "Evaluated",
@@ -30,6 +33,7 @@ __all__ = [
     "Series",
     "Training",
     "Trainings",
+    "Upgrade",
     "check_writable",
     "is_run",
     "load",

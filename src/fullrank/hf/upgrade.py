@@ -1,0 +1,357 @@
+"""Give a trained model another head that computes the same distribution before any training.
+
+    model = upgrade("path/to/model", "mos", components=4)
+
+The probe of `diagnose.anatomy` finds what the original does after its last state h: logits = W h + b, scaled
+or soft-capped. The new head takes W and b as they are, the same tensors, tied where they were tied; the scale
+is put on the state, the cap on the scores. What the head owns beyond W starts so that it changes nothing:
+
+    softmax, moc, mos, trunk, doc, pointer   as they start by default: contexts equal to the state
+    low_rank     B A the projection on the r directions in which W is largest; at full rank, all of them
+    facets       without the noise between facets: their gates and parts of the vocabulary tell them apart
+    sigsoftmax   b raised until log sigmoid(z) is nothing on every score of the probe; then it is softmax
+    moss         the same; neither can keep a soft cap as well, and then the start is a little off
+    plif         slopes 1, or those of the soft cap, over bins that hold the scores of the probe
+
+Gates are random, drawn for states of unit size, and divided by the size of the model's states: a mixture of
+equal components is the original whatever its prior. `config.origin` keeps the name of the original, the mean
+KL of the start from it in nats, and the largest difference of a log-probability, both on random tokens.
+Mixtape and `as_published` mixtures squeeze their contexts by tanh and cannot start as the original: they are
+refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fullrank.diagnose import anatomy, checks, loading
+from fullrank.errors import FullrankError
+from fullrank.heads import HEADS, Head
+from fullrank.heads.contexts import Contexts
+from fullrank.heads.facets import MultiFacet
+from fullrank.heads.low_rank import LowRank
+from fullrank.heads.plif import Plif
+from fullrank.ops import SIGSOFTMAX, Softcap
+
+if TYPE_CHECKING:
+    from fullrank.hf.model import FullrankForCausalLM
+
+EXACT = ("softmax", "moc", "mos", "trunk", "doc", "pointer", "facets")
+"""Heads that can be the original but for rounding, whatever its scores."""
+SETTLED = ("hidden", "vocab", "width", "bias", "as_published")
+"""Options of a head that the original decides."""
+MARGIN = 16.0
+"""How far above zero sigsoftmax lifts the lowest score that it allows for: log sigmoid(16) = -1e-7."""
+PROBE = 24
+"""Tokens in each of the two texts of the probe."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Layer:
+    """The output layer of the original, as the upgrade needs it."""
+
+    weight: nn.Parameter
+    """[V, D], the original's own tensor."""
+    bias: Tensor | None
+    """[V], with the scale in it."""
+    scale: float
+    """logits = f(W (scale h) + bias), h the body's last state."""
+    softcap: float | None
+    tied: bool
+    size: float
+    """Root mean square of the scaled states' entries."""
+    low: float
+    high: float
+    """Range of the scores W h + bias on the probe."""
+
+
+def upgrade(model: Any, head: str = "mos", **options: Any) -> FullrankForCausalLM:
+    """`model` with the head of that name in place of its own, and the same distribution.
+
+    `model` is a causal language model of transformers, or what `fullrank.diagnose.loading.load` takes or
+    gives: a directory, a hub name, a .gguf file. Its body and output matrix are not copied: an object that is
+    passed shares them with the result. `options` are the head's own, see docs/heads.md.
+    """
+    name, own = "", False
+    if isinstance(model, str | Path):
+        model = loading.load(model)
+        # Loaded here for nobody else, and to be trained as any model that is loaded.
+        own = True
+    if isinstance(model, loading.Loaded):
+        name, model = model.name, model.model
+    if own and getattr(model.config, "quantization_config", None) is not None:
+        with checks.one_sentence(f"{name}, which is quantised,"):
+            model = model.dequantize() or model
+    _check_options(head, options)
+    body = _body(model)
+    if own:
+        model.requires_grad_(True)
+    training = model.training
+    model.eval()
+    try:
+        ids = _probe_ids(model)
+        layer, log_probs = _read(model, body, ids)
+        upgraded = _assemble(model, body, layer, head, options).eval()
+        with torch.no_grad(), loading.quiet():
+            found = upgraded(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
+    finally:
+        model.train(training)
+    divergence = max(0.0, float((log_probs.exp() * (log_probs - found)).sum(-1).mean()))
+    difference = float((log_probs - found).abs().max())
+    _check_start(upgraded.lm_head, layer, divergence, difference)
+    upgraded.config.origin = {
+        "name": name or Path(str(model.config.name_or_path)).name or type(model).__name__,
+        "architecture": type(model).__name__,
+        "kl": divergence,
+        "largest_difference": difference,
+    }
+    return upgraded.train(training)
+
+
+def _check_options(head: str, options: dict[str, Any]) -> None:
+    if head == "mixtape":
+        raise FullrankError(
+            "mixtape squeezes its contexts by tanh, so no start of it is the original: take mos or trunk"
+        )
+    if options.pop("as_published", False):
+        raise FullrankError(
+            f"as_published squeezes the contexts of {head} by tanh, so no start of it is the original: leave "
+            "it out"
+        )
+    settled = sorted(set(options) & set(SETTLED))
+    if settled:
+        raise FullrankError(
+            f"{', '.join(settled)} cannot be chosen in an upgrade: the original's output layer decides that"
+        )
+    if head in HEADS:
+        return
+    # With the name of the nearest one.
+    from fullrank.heads import build
+
+    build(head, hidden=1, vocab=1)
+
+
+def _body(model: Any) -> Any:
+    """The part below the output layer, which transformers must be able to build from its configuration."""
+    from transformers import PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    from fullrank.hf.config import FullrankConfig
+
+    expected = "expected a causal language model of transformers, such as LlamaForCausalLM"
+    if not isinstance(model, PreTrainedModel):
+        raise FullrankError(
+            f"got a {type(model).__name__}, {expected}: unwrap it, or merge its adapters, first"
+        )
+    kind = type(model).__name__
+    if isinstance(model.config, FullrankConfig):
+        raise FullrankError(
+            f"the model has a head of ours already, {model.config.head}: upgrade its original"
+        )
+    if model.config.is_encoder_decoder:
+        raise FullrankError(f"{kind} is an encoder-decoder model, {expected}")
+    if model.get_output_embeddings() is None:
+        raise FullrankError(f"{kind} has no output layer, {expected}")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise FullrankError(
+            f"{kind} is quantised, and can neither be trained nor saved with another head: call "
+            "model.dequantize() first, or load it in float"
+        )
+    body: Any = model.base_model
+    made = MODEL_MAPPING.get(type(body.config), None)
+    classes = made if isinstance(made, tuple) else (made,)
+    if body is model or type(body) not in classes:
+        raise FullrankError(
+            f"the body of {kind} is a {type(body).__name__}, which AutoModel does not build from its "
+            f"configuration, so an upgrade could not be loaded again; {expected}"
+        )
+    checks.finite(model)
+    return body
+
+
+def _probe_ids(model: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    rows = model.get_input_embeddings().weight.shape[0]
+    length = min(PROBE, anatomy.longest(model) or PROBE)
+    return torch.randint(rows, (2, length), generator=generator).to(model.device)
+
+
+class _EveryRow:
+    """In place of a tokenizer: every row of the matrix is a token."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(row): row for row in range(self.rows)}
+
+
+@torch.no_grad()
+def _read(model: Any, body: Any, ids: Tensor) -> tuple[Layer, Tensor]:
+    """What the original does after its last state, and its log-probabilities [batch, time, V]."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    found = anatomy.examine(
+        loading.Loaded(
+            model=model, tokenizer=cast(Any, _EveryRow(rows)), name="", source="object", storage="float32",
+            fingerprint="", notes=(),
+        )
+    )  # fmt: skip
+    facts, output, original = found.facts, found.output, model.get_output_embeddings()
+    weight = getattr(original, "weight", None)
+    kept = facts.vocabulary
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not weight.is_floating_point():
+        raise FullrankError(
+            f"the output layer of {type(model).__name__} is a {type(original).__name__} whose matrix cannot "
+            "be read: load it in float"
+        )
+    if kept < len(weight):
+        if facts.tied:
+            raise FullrankError(
+                f"{type(model).__name__} cuts its logits to {kept} of {len(weight)} rows of a tied matrix, "
+                f"which no head here does: call resize_token_embeddings({kept}) first"
+            )
+        weight = nn.Parameter(weight[:kept].clone(), requires_grad=weight.requires_grad)
+    entered: list[Tensor] = []
+    handle = original.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
+    try:
+        with loading.quiet():
+            logits = model(input_ids=ids, use_cache=False).logits
+            # By itself, because some models call a part of their body and not the whole.
+            last = body(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        handle.remove()
+    between = _factor(entered[-1].view(last.shape), last, type(model).__name__)
+    states = entered[-1].float()
+    # The layer that was read is in fp32 and has the scale in it.
+    scores = states @ output.weight.T
+    if output.bias is not None:
+        scores += output.bias
+    bias = output.bias
+    if bias is not None and facts.logit_scale == 1.0 and len(original.bias) == kept:
+        bias = original.bias
+    layer = Layer(
+        weight=weight,
+        bias=bias,
+        scale=facts.logit_scale * between,
+        softcap=facts.softcap,
+        tied=facts.tied,
+        size=float(states.square().mean().sqrt()) * abs(facts.logit_scale),
+        low=float(scores.min()),
+        high=float(scores.max()),
+    )
+    return layer, torch.log_softmax(logits.double(), dim=-1)
+
+
+def _factor(entered: Tensor, given: Tensor, kind: str) -> float:
+    """What the model multiplies its body's last state by on the way to the output matrix, most often 1."""
+    if entered.shape == given.shape:
+        above, below = entered.double(), given.double()
+        factor = float((above * below).sum() / below.square().sum())
+        rounding = 1e-5 if entered.dtype in (torch.float32, torch.float64) else 0.02
+        if float((above - factor * below).norm()) <= rounding * float(above.norm()):
+            return 1.0 if abs(factor - 1.0) < rounding else factor
+    raise FullrankError(
+        f"{kind} changes its body's last state before the output matrix, which an upgrade cannot keep: give "
+        "a model whose head is one matrix"
+    )
+
+
+def _assemble(model: Any, body: Any, layer: Layer, name: str, options: dict[str, Any]) -> FullrankForCausalLM:
+    from fullrank.hf.config import FullrankConfig
+    from fullrank.hf.model import FullrankForCausalLM, build_head
+
+    rows, width = layer.weight.shape
+    bent = name in ("sigsoftmax", "moss", "plif")
+    settings: dict[str, Any] = {"name": name, "hidden": width, **options}
+    if layer.bias is not None or name in ("sigsoftmax", "moss"):
+        settings["bias"] = True
+    inner = body.config.get_text_config().hidden_size
+    if name == "facets" and inner != width:
+        raise FullrankError(
+            f"facets reads layers of one width, the body's have {inner} and its last state {width}: take "
+            "doc, which reads them as they are"
+        )
+    if name == "low_rank":
+        settings.setdefault("rank", width)
+    if name == "doc":
+        settings.setdefault("layers", [[width, 3], [inner, 1]])
+    if name == "plif":
+        settings.setdefault("limit", _limit(layer))
+    config = FullrankConfig(
+        body=body.config,
+        head=settings,
+        vocab_size=rows,
+        tie_word_embeddings=layer.tied,
+        logit_scale=layer.scale,
+        softcap=None if bent else layer.softcap,
+        dtype=body.config.dtype,
+    )
+    config.name_or_path = model.config.name_or_path
+    head = build_head(config)
+    _settle(head, layer)
+    upgraded = FullrankForCausalLM(config, body=body, head=head)
+    upgraded.generation_config = copy.deepcopy(model.generation_config)
+    return upgraded
+
+
+def _limit(layer: Layer) -> float:
+    """Bins over the scores of the probe and a quarter more; for a soft cap as far as it still rises."""
+    wide = 1.25 * max(abs(layer.low), abs(layer.high), 16.0)
+    return float(math.ceil(wide if layer.softcap is None else max(wide, 4.0 * layer.softcap)))
+
+
+@torch.no_grad()
+def _settle(head: Head, layer: Layer) -> None:
+    """Give the head W and b, and what it owns a start that changes nothing."""
+    from fullrank.hf.model import precise_parameters
+
+    bias = layer.bias
+    if head.pointwise is SIGSOFTMAX:
+        start = torch.zeros(head.vocab) if bias is None else bias.float()
+        # Other text may have lower scores than the probe, the more so the wider they spread.
+        bias = start.to(layer.weight.device) + (MARGIN + (layer.high - layer.low) / 2 - layer.low)
+    if isinstance(head, LowRank):
+        weight = layer.weight.float()
+        directions = torch.linalg.eigh(weight.T @ weight).eigenvectors.flip(1)[:, : head.down.out_features]
+        full = head.down.out_features == head.width
+        head.down.weight.copy_(torch.eye(head.width) if full else directions.T)
+        head.up.weight.copy_(torch.eye(head.width) if full else directions)
+    if isinstance(head, MultiFacet):
+        head.facets.weight.view(-1, head.width, 2 * head.hidden)[:, :, head.hidden :] = 0.0
+        head.prior.weight.div_(max(layer.size, 1.0))
+    if isinstance(head, Plif) and layer.softcap is not None:
+        knots = torch.linspace(-head.limit, head.limit, len(head.steepness) + 1, dtype=torch.float64)
+        slopes = Softcap(layer.softcap)(knots).diff() / knots.diff()
+        # The inverse of softplus.
+        head.steepness.copy_(slopes + torch.log(-torch.expm1(-slopes)))
+    contexts = getattr(head, "contexts", None)
+    if isinstance(contexts, Contexts) and layer.size > 0:
+        contexts.gate.weight.div_(layer.size)
+    head.to(device=layer.weight.device)
+    kept = precise_parameters(head)
+    for name, parameter in head.named_parameters():
+        if name not in kept:
+            parameter.data = parameter.data.to(layer.weight.dtype)
+    head.decoder.weight = layer.weight
+    if bias is not None:
+        head.decoder.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+
+
+def _check_start(head: Head, layer: Layer, divergence: float, difference: float) -> None:
+    """Refuse a result that is not what was promised, rather than hand it on."""
+    precise = layer.weight.dtype in (torch.float32, torch.float64)
+    exact = head.name in EXACT or (isinstance(head, LowRank) and head.down.out_features == head.width)
+    exact |= head.name in ("sigsoftmax", "moss", "plif") and layer.softcap is None
+    wrong = difference > 1e-3 if precise else divergence > 0.05
+    if not math.isfinite(divergence) or (exact and wrong):
+        raise FullrankError(
+            f"the upgraded model is {divergence:.3g} nats away from the original, with a largest difference "
+            f"of {difference:.3g}: it does something beside its output matrix, and cannot be upgraded yet"
+        )
