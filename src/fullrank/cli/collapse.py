@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from fullrank.cli.diagnose import _Bar, _device_name
+from fullrank.cli.progress import Bar, device_name
 from fullrank.cli.upgrade import settings_of
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def collapse(options: Collapse) -> None:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     checks.device(device)
-    made = results.provenance(seed=options.seed, device=_device_name(device))
-    with _Bar(console) as bar:
+    made = results.provenance(seed=options.seed, device=device_name(device))
+    with Bar(console) as bar:
         bar.update("loading the model", 0.0)
         loaded = load(
             options.model,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from fullrank.cli.progress import Bar, device_name
 from fullrank.errors import FullrankError
 
 if TYPE_CHECKING:
@@ -97,9 +98,9 @@ def diagnose(options: Diagnose) -> None:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     checks.device(device)
-    made = results.provenance(seed=options.seed, device=_device_name(device))
+    made = results.provenance(seed=options.seed, device=device_name(device))
     try:
-        with _Bar(console) as bar:
+        with Bar(console) as bar:
             record = _diagnosed(options, run, settings, device, bar.update)
     except Interrupted as stopped:
         outcome.write(stopped.record, made, options.out)
@@ -193,50 +194,6 @@ def _settings(options: Diagnose) -> Settings:
     if options.memory is not None:
         given["memory"] = int(options.memory * 2**30)
     return dataclasses.replace(QUICK if options.quick else Settings(), seed=options.seed, **given)
-
-
-def _device_name(device: str) -> str:
-    import torch
-
-    if device.startswith("cuda") and torch.cuda.is_available():
-        return torch.cuda.get_device_name(device)
-    return f"{device}, {torch.get_num_threads()} threads" if device == "cpu" else device
-
-
-class _Bar:
-    """One line a stage, with the time left in it."""
-
-    def __init__(self, console: object) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description:<34}", markup=False),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,  # type: ignore[arg-type]
-            transient=True,
-            # Into a file or a pipe it would write an empty line.
-            disable=not console.is_terminal,  # type: ignore[attr-defined]
-        )
-        self._stage, self._task = "", None
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def update(self, stage: str, share: float) -> None:
-        key = stage.split(":")[0]
-        if key != self._stage:
-            if self._task is not None:
-                self._progress.remove_task(self._task)
-            self._task = self._progress.add_task(stage, total=1.0)  # type: ignore[assignment]
-            self._stage = key
-        self._progress.update(self._task, description=stage, completed=share)  # type: ignore[arg-type]
 
 
 def table(record: Diagnosis) -> Table:

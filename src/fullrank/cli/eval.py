@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from fullrank.cli.progress import device_name
 from fullrank.errors import FullrankError
 
 if TYPE_CHECKING:
@@ -125,14 +126,6 @@ def device_of(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     checks.device(name)
     return name
-
-
-def device_name(device: str) -> str:
-    import torch
-
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    return f"{device}, {torch.get_num_threads()} threads" if device == "cpu" else device
 
 
 def _settings(options: Eval) -> tuple[Dynamic | None, Cache | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from fullrank.cli.diagnose import _Bar, _device_name
+from fullrank.cli.progress import Bar, device_name
 from fullrank.errors import FullrankError
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def upgrade(options: Upgrade) -> None:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     checks.device(device)
-    made = results.provenance(seed=options.seed, device=_device_name(device))
-    with _Bar(console) as bar:
+    made = results.provenance(seed=options.seed, device=device_name(device))
+    with Bar(console) as bar:
         bar.update("loading the model", 0.0)
         loaded = load(
             options.model or None,
