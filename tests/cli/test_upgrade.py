@@ -16,7 +16,7 @@ from fullrank.cli.collapse import Collapse, collapse
 from fullrank.cli.upgrade import Upgrade, upgrade
 from fullrank.diagnose.loading import quiet
 from fullrank.errors import FullrankError
-from fullrank.hf import fit, run
+from fullrank.hf import choose, fit, run
 
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 SMALL = ["--tokens", "1024", "--window", "64", "--epochs", "2", "--seeds", "2"]
@@ -184,20 +184,24 @@ def test_the_whole_model_can_be_trained(upgraded: Run, text: Path, model: Path, 
 def test_auto_says_when_no_head_is_worth_it(
     upgraded: Run, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fit, "AUTO", ("mos", "plif"))
+    monkeypatch.setattr(choose, "AUTO", ("mos", "plif"))
     monkeypatch.setattr(fit, "worth_it", lambda record: False)
     out = upgraded("--head", "auto", "--train", str(text), *SMALL)
     assert left(out) == ["report.html", "results.json"]
     record, _ = results.load(out / "results.json")
     assert not record.saved
     assert [one.head for one in record.training.candidates] == ["mos", "plif"]
-    assert "No head is worth it" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "No head is worth it" in printed
+    assert "tried plif" in printed
+    # Of a model that was not written.
+    assert "one of its own now" not in printed
     monkeypatch.setattr(fit, "worth_it", lambda record: True)
     out = upgraded("--head", "auto", "--train", str(text), *SMALL, out=out.parent / "other")
     assert "model.safetensors" in left(out)
 
 
-def test_auto_leaves_bent_heads_out_under_a_soft_cap(text: Path, tmp_path: Path) -> None:
+def test_auto_tries_bent_heads_over_a_soft_cap_too(text: Path, tmp_path: Path) -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     from fullrank.diagnose.loading import load
@@ -210,8 +214,8 @@ def test_auto_leaves_bent_heads_out_under_a_soft_cap(text: Path, tmp_path: Path)
     found = run.run(loaded, "auto", train=[text], settings=settings, cache=tmp_path / "states")
     assert found.record.training is not None
     reasons = {one.head: one.reason for one in found.record.training.candidates}
-    assert set(reasons) == set(fit.AUTO)
-    assert {name for name, reason in reasons.items() if reason} == {"moss", "sigsoftmax", "plif"}
+    assert set(reasons) == set(choose.AUTO)
+    assert not any(reasons.values())
 
 
 def test_collapse_writes_a_plain_model(
@@ -257,6 +261,7 @@ def test_an_interrupted_training_leaves_the_states_alone(
         (["--head", "mixtape"], "tanh"),
         (["--head", "sigsoftmax", "--components", "4"], "no option components"),
         (["--head", "auto"], "give one with --train"),
+        (["--head", "auto", "--set", "bad=3", "--train-default"], "no head that --head auto tries"),
         (["--train", "nowhere.txt"], "no such text file"),
         (["--unfreeze"], "give one with --train"),
         (["--unfreeze", "--keep-tied", "--train-default"], "leave --keep-tied out"),

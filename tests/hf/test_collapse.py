@@ -88,6 +88,13 @@ def test_a_softmax_in_disguise_collapses_for_nothing() -> None:
     assert found.upgraded_loss.value == pytest.approx(found.plain_loss.value, abs=0.02)
 
 
+def test_what_is_a_softmax_already_costs_nothing_and_not_less() -> None:
+    head = build("mos", hidden=D, vocab=V, components=2)
+    found = closest(head, parts_for(14), settings=fit.Settings(epochs=1, rates=(1e-6,)))
+    assert 0.0 <= found.cost.low <= found.cost.value <= found.cost.high < 1e-6
+    assert found.start.value >= 0.0
+
+
 def test_a_true_mixture_costs_what_it_must() -> None:
     head, parts = mixture(same=False), parts_for()
     found = closest(head, parts, settings=SETTINGS)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.heads import Head, build
-from fullrank.hf import fit, states, training
-from fullrank.hf.trainee import Trainee, prepare
+from fullrank.hf import choose, controls, fit, states, training
+from fullrank.hf.setting import prepare
+from fullrank.hf.trainee import Trainee
 from fullrank.results.upgrade import TrainingText
 
 D, V = 8, 60
@@ -135,7 +136,7 @@ def test_a_head_with_a_bias_is_held_against_one_with_a_bias(mixture: tuple[Head,
     plain, text = mixture
     head = student_of(plain, "sigsoftmax", bias=True)
     torch.nn.init.constant_(head.decoder.bias, 30.0)
-    for name, control in fit.controls(head, plain).items():
+    for name, control in controls.controls(head, plain).items():
         assert (control.decoder.bias is None) == (name == "softmax")
         assert control.decoder.weight is plain.decoder.weight
     # Far above zero sigsoftmax is softmax: with a map and a bias in both, none can be ahead.
@@ -183,7 +184,7 @@ def test_choosing_takes_what_is_best_and_judging_declines(
 ) -> None:
     for (plain, text), worth in ((mixture, True), (softmax, False)):
         heads = {name: student_of(plain, name) for name in ("plif", "mos")}
-        best, tried = fit.choose_head(heads, plain, text, settings=QUICK, refused={"moss": "soft cap"})
+        best, tried = choose.choose_head(heads, plain, text, settings=QUICK, refused={"moss": "soft cap"})
         assert [one.head for one in tried] == ["plif", "mos", "moss"]
         assert math.isnan(tried[-1].choose_loss)
         assert best == max(tried[:2], key=lambda one: one.control_loss - one.choose_loss).head

@@ -11,7 +11,7 @@ import torch
 
 from fullrank.diagnose.collect import Windows
 from fullrank.errors import FullrankError
-from fullrank.hf import fit, whole
+from fullrank.hf import checkpoints, fit, whole
 from fullrank.hf.upgrade import upgrade
 
 SETTINGS = fit.Settings(seeds=1, epochs=3)
@@ -69,7 +69,7 @@ def test_a_killed_run_ends_with_the_same_numbers(
         return record, model
 
     straight, first = run(tmp_path / "straight")
-    kept, calls = whole._keep, 0
+    kept, calls = checkpoints.keep, 0
 
     def killed(*arguments: Any) -> None:
         nonlocal calls
@@ -79,7 +79,7 @@ def test_a_killed_run_ends_with_the_same_numbers(
         kept(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(whole, "_keep", killed)
+        patched.setattr(checkpoints, "keep", killed)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "killed")
     again, second = run(tmp_path / "killed")
@@ -87,6 +87,10 @@ def test_a_killed_run_ends_with_the_same_numbers(
     assert [one.after_by_seed for one in again.fits] == [one.after_by_seed for one in straight.fits]
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
+    # Nothing is left of a training that is done but what may be asked for.
+    sizes = {path.parent.name: path.stat().st_size for path in (tmp_path / "killed").rglob("*.safetensors")}
+    assert max(sizes["softmax"], sizes["softmax_equal"]) < 4096 < sizes["mos"]
+    assert sizes["mos"] < 1.5 * 4 * sum(parameter.numel() for parameter in first.parameters())
     # A file that is cut counts as none.
     files = sorted((tmp_path / "killed").rglob("*.safetensors"))
     files[0].write_bytes(files[0].read_bytes()[:100])

@@ -19,6 +19,7 @@ from torch.nn import functional
 from fullrank.ops import (
     IDENTITY,
     SIGSOFTMAX,
+    CappedSigsoftmax,
     PiecewiseLinear,
     Pointwise,
     Softcap,
@@ -30,11 +31,13 @@ from fullrank.ops.plan import Plan, make_plan
 
 TRAINED = ("rows", "log_prior", "weight", "bias", "slopes")
 CAP, LIMIT = 3.0, 2.0
+TRAINABLE = {"plif": 6, "capped_sigsoftmax": 1}
+"""Numbers that f trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Arguments of `mixture_nll`; `slopes` belong to the piecewise-linear f alone."""
+    """Arguments of `mixture_nll`; `slopes` belong to the piecewise-linear f, or are the lift of another."""
 
     rows: Tensor
     log_prior: Tensor
@@ -49,6 +52,8 @@ class Problem:
     def pointwise(self) -> Pointwise:
         if self.kind == "plif":
             return PiecewiseLinear(self.slopes, LIMIT)
+        if self.kind == "capped_sigsoftmax":
+            return CappedSigsoftmax(self.slopes, CAP)
         return {"identity": IDENTITY, "sigsoftmax": SIGSOFTMAX, "softcap": Softcap(CAP)}[self.kind]
 
     def to(self, dtype: torch.dtype) -> Problem:
@@ -95,6 +100,9 @@ class Problem:
             scores = scores + functional.logsigmoid(scores)
         elif self.kind == "softcap":
             scores = CAP * torch.tanh(scores / CAP)
+        elif self.kind == "capped_sigsoftmax":
+            capped = CAP * torch.tanh(scores / CAP)
+            scores = capped - functional.softplus(-capped - self.slopes.to(wide))
         elif self.kind == "plif":
             scores = ramps(scores, self.slopes.to(wide))
         if self.bias is not None:
@@ -147,7 +155,9 @@ def build(
         targets=torch.randint(V, (N,), generator=draw),
         bias=normal(V) if bias else None,
         token_weight=torch.rand(N, generator=draw, dtype=torch.float64) + 0.1 if token_weight else None,
-        slopes=torch.rand(6, generator=draw, dtype=torch.float64) + 0.2 if kind == "plif" else None,
+        slopes=torch.rand(TRAINABLE[kind], generator=draw, dtype=torch.float64) + 0.2
+        if kind in TRAINABLE
+        else None,
         kind=kind,
     ).to(dtype)
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from fullrank.ops import linear_logprob, mixture_nll
 from fullrank.ops.pointwise import from_parts
 
-KINDS = ("identity", "sigsoftmax", "softcap", "plif")
+KINDS = ("identity", "sigsoftmax", "softcap", "capped_sigsoftmax", "plif")
 CUTS = ("whole", "chunks", "blocks")
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-7, torch.bfloat16: 2e-3}
 

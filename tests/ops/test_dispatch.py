@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fullrank.errors import FullrankError
 from fullrank.ops import linear_logprob, mixture_log_probs, mixture_nll
 
-KINDS = ("identity", "sigsoftmax", "softcap", "plif")
+KINDS = ("identity", "sigsoftmax", "softcap", "capped_sigsoftmax", "plif")
 CUTS = ("whole", "chunks", "blocks")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_cut = pytest.mark.parametrize("cutting", CUTS)

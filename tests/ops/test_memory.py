@@ -38,7 +38,7 @@ def gradient_bytes(problem, trained=ALL):
 
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["identity", "plif"])
+@pytest.mark.parametrize("kind", ["identity", "capped_sigsoftmax", "plif"])
 def test_training_stays_inside_the_workspace(make_problem, tools, shape, dtype, kind):
     problem = make_problem(*shape, kind=kind, dtype=dtype, bias=kind == "plif").leaves()
     extra = tools.peak_bytes(lambda: problem.nll(workspace=WORKSPACE).backward()) - gradient_bytes(problem)

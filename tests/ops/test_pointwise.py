@@ -12,13 +12,14 @@ from torch.autograd import gradcheck
 from torch.nn import functional
 
 from fullrank.errors import FullrankError
-from fullrank.ops import IDENTITY, SIGSOFTMAX, PiecewiseLinear, Softcap, mixture_nll
+from fullrank.ops import IDENTITY, SIGSOFTMAX, CappedSigsoftmax, PiecewiseLinear, Softcap, mixture_nll
 from fullrank.ops.pointwise import from_parts
 
 FUNCTIONS = {
     "identity": IDENTITY,
     "sigsoftmax": SIGSOFTMAX,
     "softcap": Softcap(2.5),
+    "capped_sigsoftmax": CappedSigsoftmax(torch.tensor([0.7], dtype=torch.float64), 2.5),
     "plif": PiecewiseLinear(torch.tensor([0.3, 1.7, 0.9, 0.2, 2.0], dtype=torch.float64), 3.0),
 }
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
@@ -78,6 +79,23 @@ def test_softcap_stays_inside_its_cap():
     value = Softcap(5.0)(torch.tensor([-1e4, -1.0, 0.0, 1.0, 1e4], dtype=torch.float64))
     assert value.abs().max() <= 5.0
     assert value[3] == pytest.approx(5.0 * torch.tensor(0.2, dtype=torch.float64).tanh().item(), rel=1e-15)
+
+
+def test_capped_sigsoftmax_is_sigsoftmax_after_the_cap():
+    scores = torch.linspace(-9, 9, 91, dtype=torch.float64)
+    plain = CappedSigsoftmax(torch.zeros(1, dtype=torch.float64), 2.5)
+    torch.testing.assert_close(plain(scores), SIGSOFTMAX(Softcap(2.5)(scores)), rtol=1e-14, atol=1e-14)
+    # Lifted beyond the cap it is the soft cap alone, for any score there can be.
+    lifted = CappedSigsoftmax(torch.tensor([18.5]), 2.5)
+    torch.testing.assert_close(
+        lifted(scores.float() * 1e4), Softcap(2.5)(scores.float() * 1e4), rtol=0, atol=2e-7
+    )
+
+
+def test_capped_sigsoftmax_gradients():
+    lift = torch.tensor([0.4], dtype=torch.float64, requires_grad=True)
+    scores = torch.linspace(-6, 6, 17, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda s, z: CappedSigsoftmax(s, 2.0)(z), (lift, scores))
 
 
 @given(
@@ -145,9 +163,21 @@ def test_deepcopied_plif_has_slopes_of_its_own():
         (lambda: PiecewiseLinear(torch.ones(2, 3), 1.0), r"shape \[2, 3\], expected \[bins\]"),
         (lambda: PiecewiseLinear(torch.ones(0), 1.0), r"shape \[0\], expected \[bins\]"),
         (lambda: PiecewiseLinear(torch.ones(3), -1.0), r"limit=-1\.0, expected a positive finite"),
-        (lambda: from_parts("cubic", 0.0, None), r"'cubic': expected identity, sigsoftmax, softcap or plif"),
+        (lambda: from_parts("cubic", 0.0, None), r"'cubic': expected identity, sigsoftmax, softcap, c"),
+        (lambda: CappedSigsoftmax(torch.ones(2), 1.0), r"lift has shape \[2\], expected one number"),
+        (lambda: CappedSigsoftmax(torch.ones(1), -1.0), r"cap=-1\.0, expected a positive finite"),
     ],
-    ids=["cap-0", "cap-inf", "cap-nan", "slopes-2d", "slopes-none", "limit-negative", "unknown-kind"],
+    ids=[
+        "cap-0",
+        "cap-inf",
+        "cap-nan",
+        "slopes-2d",
+        "slopes-none",
+        "limit-negative",
+        "unknown-kind",
+        "lift-2",
+        "lift-cap",
+    ],
 )
 def test_errors(make, message):
     with pytest.raises(FullrankError, match=message):

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from fullrank.ops import reference
 
-KINDS = ("identity", "sigsoftmax", "softcap", "plif")
+KINDS = ("identity", "sigsoftmax", "softcap", "capped_sigsoftmax", "plif")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -239,6 +239,8 @@ def test_what_cannot_be_served_says_why(make_problem):
         problem.to(torch.float64).nll(impl="triton")
     with pytest.raises(FullrankError, match=r"function is plif, expected one of identity"):
         replace(problem, kind="plif", slopes=torch.ones(6)).nll(impl="triton")
+    with pytest.raises(FullrankError, match=r"function is capped_sigsoftmax, expected one of identity"):
+        replace(problem, kind="capped_sigsoftmax", slopes=torch.ones(1)).nll(impl="triton")
     with pytest.raises(FullrankError, match=r"no argmax and no entropy for return_stats=True"):
         problem.nll(impl="triton", return_stats=True)
     large = make_problem(300, 2, 8, 900, dtype=torch.float32)
@@ -414,13 +416,17 @@ def test_cuda_compiled_caller():
     def loss_of(rows, prior, weight, targets):
         return mixture_nll(rows * 2.0, prior, weight, targets) + 1.0
 
-    both = []
-    for function in (loss_of, torch.compile(loss_of, fullgraph=True)):
-        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    results = []
+    exact = [t.double() for t in tensors]
+    for function, inputs in (
+        (loss_of, exact), (loss_of, tensors), (torch.compile(loss_of, fullgraph=True), tensors)
+    ):  # fmt: skip
+        leaves = [t.detach().clone().requires_grad_() for t in inputs]
         loss = function(*leaves, targets)
-        both.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    for eager, compiled in zip(*both, strict=True):
-        assert error(compiled, eager) < 1e-3
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    # Inductor rounds to bf16 at other places than eager torch does.
+    for truth, eager, compiled in zip(*results, strict=True):
+        assert error(compiled, truth) <= 2 * error(eager, truth) + 1e-6
 
 
 @gpu(pytest.mark.parametrize("weighted", [False, True]))

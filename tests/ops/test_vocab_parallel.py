@@ -27,6 +27,7 @@ from fullrank.errors import FullrankError
 from fullrank.ops import (
     IDENTITY,
     SIGSOFTMAX,
+    CappedSigsoftmax,
     PiecewiseLinear,
     Softcap,
     mixture_log_probs,
@@ -37,7 +38,7 @@ from fullrank.ops import (
 PROCESSES = 3
 SECONDS = 120
 CAP, LIMIT = 3.0, 2.0
-KINDS = ("identity", "sigsoftmax", "softcap", "plif")
+KINDS = ("identity", "sigsoftmax", "softcap", "capped_sigsoftmax", "plif")
 REDUCTIONS = ("mean", "sum", "none")
 INPUTS = ("rows", "log_prior", "weight", "bias", "slopes")
 SHARDED = ("weight", "bias")
@@ -49,6 +50,8 @@ SHARDED = ("weight", "bias")
 def pointwise_of(case: dict[str, Any]) -> Any:
     if case["kind"] == "plif":
         return PiecewiseLinear(case["slopes"], LIMIT)
+    if case["kind"] == "capped_sigsoftmax":
+        return CappedSigsoftmax(case["slopes"], CAP)
     return {"identity": IDENTITY, "sigsoftmax": SIGSOFTMAX, "softcap": Softcap(CAP)}[case["kind"]]
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fullrank.diagnose.monitors import MONITORS, contexts_wanted
 from fullrank.diagnose.spectrum import spectrum
 from fullrank.errors import FullrankError
 from fullrank.heads import build
 from fullrank.models import Body, BodyOutput, LanguageModel
 from fullrank.models.body import Carried
 from fullrank.theory import least_rank
-from fullrank.train.monitor import MONITORS, contexts_wanted, measure
+from fullrank.train.monitor import measure
 
 V, D, K = 60, 8, 4
 OPTIONS = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from fullrank.cli.progress import Bar, device_name
+from fullrank.cli.progress import Bar, device_name, device_of
 from fullrank.cli.upgrade import settings_of
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ def collapse(options: Collapse) -> None:
 
     import torch
 
-    from fullrank.diagnose import checks
     from fullrank.diagnose.loading import load
     from fullrank.errors import FullrankError
     from fullrank.hf import folder
@@ -74,10 +73,7 @@ def collapse(options: Collapse) -> None:
     register_when_imported()
     folder.check_empty(options.out)
     console = Console()
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    checks.device(device)
+    device = device_of(options.device)
     made = results.provenance(seed=options.seed, device=device_name(device))
     with Bar(console) as bar:
         bar.update("loading the model", 0.0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from fullrank.cli.progress import Bar, device_name
+from fullrank.cli.progress import Bar, device_name, device_of
 from fullrank.errors import FullrankError
 
 if TYPE_CHECKING:
@@ -89,15 +89,9 @@ def diagnose(options: Diagnose) -> None:
     results.check_writable(options.out)
     report.check_installed()
 
-    import torch
-
-    from fullrank.diagnose import checks
     from fullrank.diagnose.diagnosis import Interrupted
 
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    checks.device(device)
+    device = device_of(options.device)
     made = results.provenance(seed=options.seed, device=device_name(device))
     try:
         with Bar(console) as bar:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from fullrank.cli.progress import device_name
+from fullrank.cli.progress import device_name, device_of
 from fullrank.errors import FullrankError
 
 if TYPE_CHECKING:
@@ -114,18 +114,6 @@ def evaluate(options: Eval) -> None:
     for line in remarks(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"results {out / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
-
-
-def device_of(name: str) -> str:
-    """The device that was asked for, checked; auto is cuda where there is one."""
-    import torch
-
-    from fullrank.diagnose import checks
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    checks.device(name)
-    return name
 
 
 def _settings(options: Eval) -> tuple[Dynamic | None, Cache | None]:

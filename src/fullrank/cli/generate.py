@@ -41,7 +41,7 @@ class Generate:
 
 
 def generate(options: Generate) -> None:
-    from fullrank.cli.eval import device_of
+    from fullrank.cli.progress import device_of
     from fullrank.errors import FullrankError
     from fullrank.train import generate as sampling
     from fullrank.train.folder import open_run

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 
+def device_of(name: str) -> str:
+    """The device that was asked for, checked; auto is cuda where there is one."""
+    import torch
+
+    from fullrank.diagnose import checks
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    checks.device(name)
+    return name
+
+
 def device_name(device: str) -> str:
     import torch
 

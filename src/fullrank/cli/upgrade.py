@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import ast
 import math
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from fullrank.cli.progress import Bar, device_name
+from fullrank.cli.progress import Bar, device_name, device_of
 from fullrank.errors import FullrankError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from fullrank.hf.fit import Settings
-    from fullrank.results.upgrade import TrainedHead
+    from fullrank.results.upgrade import Candidate, TrainedHead
     from fullrank.results.upgrade import Upgrade as Record
 
 
@@ -45,7 +47,7 @@ class Upgrade:
     train_default: bool = False
     """Train on English text that this Python installation carries."""
     unfreeze: bool = False
-    """Train the whole model, body and all; the same command goes on after a crash."""
+    """Train the whole model, body and all."""
     seeds: int | None = None
     """Trainings of every head; 3 by default. The best on text set aside for it is saved."""
     tokens: int | None = None
@@ -61,7 +63,7 @@ class Upgrade:
     memory: float | None = None
     """GiB that states and buffers may take beside the model; 2 by default."""
     cache: Path | None = None
-    """Where the body's states are kept for the next run; fullrank's cache directory by default."""
+    """Where states and unfinished trainings are kept; fullrank's cache directory by default."""
     seed: int = 0
     """Seed of everything random."""
     device: str = "auto"
@@ -96,17 +98,13 @@ def upgrade(options: Upgrade) -> None:
 
     import torch
 
-    from fullrank.diagnose import checks
     from fullrank.diagnose.loading import load
     from fullrank.hf import folder
     from fullrank.hf.run import run
 
     folder.check_empty(options.out)
     console = Console()
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    checks.device(device)
+    device = device_of(options.device)
     made = results.provenance(seed=options.seed, device=device_name(device))
     with Bar(console) as bar:
         bar.update("loading the model", 0.0)
@@ -135,8 +133,12 @@ def upgrade(options: Upgrade) -> None:
             if found.model is not None:
                 folder.write_model(found.model, loaded.tokenizer, place)
             outcome.write(found.record, made, place)
+        if found.checkpoints is not None:
+            shutil.rmtree(found.checkpoints, ignore_errors=True)
     console.print(preserved_line(found.record), highlight=False, markup=False, soft_wrap=True)
     if found.record.training is not None:
+        for line in tried_lines(found.record.training.candidates):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         console.print(table(found.record))
     for line in (found.record.verdict, *found.record.notes):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -192,6 +194,16 @@ def preserved_line(record: Record) -> str:
         f"before training: KL {max(kept.kl.value, 0.0):.2g} nats per token from the original, largest "
         f"difference of a log-probability {kept.largest:.2g}, on {kept.tokens} tokens"
     )
+
+
+def tried_lines(candidates: Sequence[Candidate]) -> list[str]:
+    """What auto tried, a line a head."""
+    found = []
+    for one in candidates:
+        gain = one.control_loss - one.choose_loss
+        words = one.reason or f"{gain:+.4f} nats per token over its better control after a short training"
+        found.append(f"tried {one.head:<12}{words}")
+    return found
 
 
 def table(record: Record) -> Table:

@@ -13,11 +13,9 @@ options goes on where it stopped.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -27,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullrank.diagnose import shards
 from fullrank.diagnose import text as texts
 from fullrank.diagnose.anatomy import Anatomy, states, watched
 from fullrank.diagnose.estimates import BLOCK
@@ -212,10 +211,10 @@ def collect(
             "hidden": (len(ids[part]), length - 1, D),
             "layers": (layers - 1, len(ids[part]), each, body),
         }
-        found = _kept(file, shapes)
+        found = shards.read(file, shapes)
         if found is None:
             found = _run(model, anatomy, ids[part], places[part], shapes)
-            _keep(file, found)
+            shards.write(file, found, "--out")
         hidden[part] = found["hidden"]
         sampled[: layers - 1, part] = found["layers"]
         progress(min(1.0, (start + batch) / count))
@@ -292,41 +291,3 @@ def _only(directory: Path, wanted: Path) -> None:
             # Only what this file made: the directory may be someone's own of that name.
             if other != wanted and KEY.fullmatch(other.name) and other.is_dir():
                 shutil.rmtree(other, ignore_errors=True)
-
-
-def _kept(file: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor] | None:
-    """The states of a file, if it is whole and what it should be."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not file.is_file():
-        return None
-    try:
-        found = load_file(file)
-    except (SafetensorError, OSError, ValueError):
-        return None
-    if any(name not in found or tuple(found[name].shape) != shape for name, shape in shapes.items()):
-        return None
-    return found if all(bool(value.isfinite().all()) for value in found.values()) else None
-
-
-def _keep(file: Path, found: dict[str, Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save
-
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as target:
-            target.write(save(found))
-            target.flush()
-            os.fsync(target.fileno())
-        os.replace(partial, file)
-    except (OSError, SafetensorError) as error:
-        raise FullrankError(
-            f"states cannot be kept in {file.parent} ({error}): free some space or choose another --out"
-        ) from error
-    finally:
-        # Where the directory could not be made there is nothing to remove, and that is another OSError.
-        with contextlib.suppress(OSError):
-            partial.unlink()

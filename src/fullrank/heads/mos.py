@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fullrank.heads.base import RowHead, require_positive
 from fullrank.heads.contexts import Contexts
-from fullrank.ops import SIGSOFTMAX, Pointwise
+from fullrank.heads.sigsoftmax import BentBySigmoid
 
 
 class MixtureOfSoftmaxes(RowHead):
@@ -45,12 +45,8 @@ class MixtureOfSoftmaxes(RowHead):
         return self.contexts(states)
 
 
-class MixtureOfSigsoftmaxes(MixtureOfSoftmaxes):
+class MixtureOfSigsoftmaxes(BentBySigmoid, MixtureOfSoftmaxes):
     name: ClassVar[str] = "moss"
-
-    @property
-    def pointwise(self) -> Pointwise:
-        return SIGSOFTMAX
 
 
 class MixtureOfContexts(MixtureOfSoftmaxes):

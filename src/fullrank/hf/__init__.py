@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from fullrank.hf.collapse import collapse
     from fullrank.hf.config import FullrankConfig
     from fullrank.hf.model import FullrankForCausalLM
+    from fullrank.hf.monitor import FullrankMonitor
     from fullrank.hf.upgrade import upgrade
 
 _HOMES = {
     "FullrankConfig": "config",
     "FullrankForCausalLM": "model",
+    "FullrankMonitor": "monitor",
     "collapse": "collapse",
     "upgrade": "upgrade",
 }
 
-__all__ = ["FullrankConfig", "FullrankForCausalLM", "collapse", "upgrade"]
+__all__ = ["FullrankConfig", "FullrankForCausalLM", "FullrankMonitor", "collapse", "upgrade"]
 
 
 class _Room(ModuleType):

@@ -317,7 +317,8 @@ def _judged(
         found.append(
             torch.stack(
                 [
-                    (log_probs.exp() * ratio).sum(dim=1),
+                    # Never below 0 but for rounding.
+                    (log_probs.exp() * ratio).sum(dim=1).clamp_(min=0.0),
                     -log_probs.gather(1, targets)[:, 0],
                     -plain.gather(1, targets)[:, 0],
                 ]

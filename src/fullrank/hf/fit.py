@@ -2,32 +2,24 @@
 
 The body runs once over the text; its states are kept in files (`states`). Then the upgraded head and two
 controls are trained on them in the same way, each starting as the original: same tokens, same rows of W, same
-learning rates to choose from, same most steps, same stopping rule (`trainee`, `training`).
-
-    softmax         the original head: W, and a map M of all rows together
-    softmax_equal   the same with a perceptron, so that it has as many parameters as the upgraded head, and a
-                    bias if that one has a bias
+learning rates to choose from, same most steps, same stopping rule (`controls`, `trainee`, `training`).
 
 The text is in three parts in its own order: to train on, to choose learning rates and stopping points on, and
 to judge on. The gain is the better control's loss minus the upgraded head's, token by token on the last part,
 with an interval over blocks of text and seeds. It is what the head buys this body, frozen, on this text; not
 what a body trained with the head would reach.
-
-`choose_head` tries several heads on a small budget, each with its controls, and names the one with the
-largest gain on the text for choosing. Whether it is worth it is then judged on text that no choice has seen.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullrank.diagnose import collect as windows_of
 from fullrank.diagnose import estimates, frozen
@@ -35,16 +27,13 @@ from fullrank.diagnose.anatomy import longest
 from fullrank.errors import FullrankError
 from fullrank.heads import Head
 from fullrank.heads.base import RowHead
+from fullrank.hf import setting as ready
 from fullrank.hf import states, trainee, training
+from fullrank.hf.controls import CONTROLS, controls, size
 from fullrank.results.upgrade import Candidate, TrainedHead, TrainingText, UpgradeTraining
 
 Progress = Callable[[str, float], None]
 
-AUTO = ("mos", "trunk", "moss", "sigsoftmax", "plif")
-"""What `--head auto` tries: the heads of question 6 of the diagnosis, and plif."""
-BENT = ("sigsoftmax", "moss", "plif")
-"""Heads that bend the scores in their own way, which a soft cap does already."""
-CONTROLS = ("softmax", "softmax_equal")
 SMALL_VOCABULARY = 4096
 """Up to here the exact loss costs no more than the estimated one."""
 
@@ -132,15 +121,24 @@ def fit(
     *,
     settings: Settings,
     candidates: Sequence[Candidate] = (),
+    directory: Path | None = None,
     progress: Progress = lambda stage, share: None,
 ) -> UpgradeTraining:
     """Train `model.lm_head` and both controls; the head of the best seed on the choosing text stays in it.
 
-    `plain` is the original output layer as a head: `upgrade(original, "softmax").lm_head`.
+    `plain` is the original output layer as a head: `upgrade(original, "softmax").lm_head`. In `directory`
+    trainings are kept, and the same call after a crash goes on from there; the caller removes it.
     """
     head: Head = model.lm_head
     record, best = fit_head(
-        head, plain, text, settings=settings, candidates=candidates, tied=_tied(model), progress=progress
+        head,
+        plain,
+        text,
+        settings=settings,
+        candidates=candidates,
+        tied=_tied(model),
+        directory=directory,
+        progress=progress,
     )
     best.into(head)
     if record.untied:
@@ -156,6 +154,7 @@ def fit_head(
     settings: Settings,
     candidates: Sequence[Candidate] = (),
     tied: bool = False,
+    directory: Path | None = None,
     progress: Progress = lambda stage, share: None,
 ) -> tuple[UpgradeTraining, trainee.Trainee]:
     """The same without a model: the record, and the best seed's weights."""
@@ -164,13 +163,12 @@ def fit_head(
             f"{head.name} is what an upgraded head is held against: name another head to train, such as mos"
         )
     started = time.monotonic()
-    setting = _setting(head, plain, text, settings)
+    setting = setting_for(head, plain, text, settings)
     heads: dict[str, Head] = {
         **controls(head, plain),
         head.name: head,
     }
     found: dict[str, list[training.Fitted]] = {}
-    trainees: dict[str, trainee.Trainee] = {}
     seconds: dict[str, float] = {}
     for place, (name, one) in enumerate(heads.items()):
         begun = time.monotonic()
@@ -178,7 +176,11 @@ def fit_head(
         def report(seed: int, share: float, name: str = name, place: int = place) -> None:
             progress(f"training: {name}", (place + (seed + share) / settings.seeds) / len(heads))
 
-        found[name], trainees[name] = _seeds(setting, one, settings, report)
+        where = None if directory is None else directory / name
+        # Of a control nothing is needed but its losses.
+        found[name], weights = train_seeds(
+            setting, one, settings, report, directory=where, wanted=name == head.name
+        )
         seconds[name] = time.monotonic() - begun
     blocks = text.parts.held_out.blocks.flatten()
     rows = [_row(name, heads[name], setting, found[name], blocks, seconds[name]) for name in heads]
@@ -206,48 +208,9 @@ def fit_head(
         candidates=tuple(candidates),
         seconds=time.monotonic() - started,
     )
-    return record, trainees[head.name]
-
-
-def choose_head(
-    heads: dict[str, Head],
-    plain: Head,
-    text: Text,
-    *,
-    settings: Settings,
-    refused: dict[str, str] | None = None,
-    progress: Progress = lambda stage, share: None,
-) -> tuple[str, tuple[Candidate, ...]]:
-    """The head furthest below the better of its controls on the text for choosing, after short trainings."""
-    if not heads:
-        raise FullrankError("there is no head to choose from: name one with --head")
-    short = dataclasses.replace(settings, epochs=max(1, settings.epochs // 2), seeds=1)
-    tried = []
-    for place, (name, head) in enumerate(heads.items()):
-        begun = time.monotonic()
-        setting = _setting(head, plain, text, short)
-        found: dict[str, float] = {}
-        for number, (label, one) in enumerate({**controls(head, plain), name: head}.items()):
-
-            def report(seed: int, share: float, name: str = name, done: float = place + number / 3) -> None:
-                progress(f"choosing: {name}", (done + share / 3) / len(heads))
-
-            found[label] = _seeds(setting, one, short, report)[0][0].choose_loss
-        tried.append(
-            Candidate(
-                head=name,
-                choose_loss=found[name],
-                control_loss=min(found[control] for control in CONTROLS),
-                seconds=time.monotonic() - begun,
-                reason="",
-            )
-        )
-    best = max(tried, key=lambda one: one.control_loss - one.choose_loss).head
-    left = [
-        Candidate(head=name, choose_loss=math.nan, control_loss=math.nan, seconds=0.0, reason=reason)
-        for name, reason in (refused or {}).items()
-    ]
-    return best, (*tried, *left)
+    trained = trainee.Trainee(head, setting, settings.seed + saved).to(blocks.device)
+    trained.load(weights)
+    return record, trained
 
 
 def worth_it(record: UpgradeTraining) -> bool:
@@ -277,12 +240,13 @@ def _tied(model: Any) -> bool:
     return model.get_input_embeddings().weight is model.lm_head.decoder.weight
 
 
-def _setting(head: Head, plain: Head, text: Text, settings: Settings) -> trainee.Setting:
+def setting_for(head: Head, plain: Head, text: Text, settings: Settings) -> ready.Setting:
+    """The text ready to train this head on, and any other that is or is not rows as it is."""
     exact = settings.exact
     if exact is None:
         device = plain.decoder.weight.device
         exact = device.type != "cpu" or plain.vocab <= SMALL_VOCABULARY or not isinstance(head, RowHead)
-    return trainee.prepare(
+    return ready.prepare(
         plain,
         text.parts,
         rows=settings.rows,
@@ -294,35 +258,21 @@ def _setting(head: Head, plain: Head, text: Text, settings: Settings) -> trainee
     )
 
 
-def controls(head: Head, plain: Head) -> dict[str, Head]:
-    """The original head, and a softmax with as many parameters as this one, by their names."""
-    return {
-        "softmax": trainee.SoftmaxControl(plain),
-        "softmax_equal": trainee.SoftmaxControl(plain, inner(head), bias=head.decoder.bias is not None),
-    }
-
-
-def inner(head: Head) -> int:
-    """Units of the perceptron with which a softmax control has as many parameters as the head."""
-    D = head.width
-    bias = 0 if head.decoder.bias is None else head.vocab
-    extra = size(head) - (D * D + D + head.hidden + bias)
-    return max(1, extra // (2 * D + 1))
-
-
-def size(head: nn.Module) -> int:
-    return sum(parameter.numel() for name, parameter in head.named_parameters() if name != "decoder.weight")
-
-
-def _seeds(
-    setting: trainee.Setting,
+def train_seeds(
+    setting: ready.Setting,
     head: Head,
     settings: Settings,
     progress: Callable[[int, float], None],
-) -> tuple[list[training.Fitted], trainee.Trainee]:
-    """One training a seed: the first races the learning rates, the others take its choice."""
+    *,
+    directory: Path | None = None,
+    wanted: bool = True,
+) -> tuple[list[training.Fitted], dict[str, Tensor]]:
+    """One training a seed: the first races the learning rates, the others take its choice.
+
+    Also the weights of the best one on the choosing text, which may be missing where they are not `wanted`.
+    """
     found: list[training.Fitted] = []
-    best: trainee.Trainee | None = None
+    best: dict[str, Tensor] = {}
     for number in range(settings.seeds):
 
         def report(share: float, number: int = number) -> None:
@@ -335,19 +285,20 @@ def _seeds(
             epochs=settings.epochs,
             patience=settings.patience,
             seed=settings.seed + number,
+            file=None if directory is None else directory / f"seed{settings.seed + number}.safetensors",
+            wanted=wanted,
             progress=report,
         )
-        if best is None or one.choose_loss < min(other.choose_loss for other in found):
+        if not found or one.choose_loss < min(other.choose_loss for other in found):
             best = weights
         found.append(one)
-    assert best is not None
     return found, best
 
 
 def _row(
     name: str,
     head: Head,
-    setting: trainee.Setting,
+    setting: ready.Setting,
     found: Sequence[training.Fitted],
     blocks: Tensor,
     seconds: float,

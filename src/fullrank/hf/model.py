@@ -19,6 +19,7 @@ head that reads the states of earlier tokens (`Head.reads_time`) needs them all 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModel,
     AutoModelForCausalLM,
 )
@@ -73,8 +75,7 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         self.config.body = self.model.config
         self._is_stateful = self.model._is_stateful
         self._can_compile_fullgraph = False
-        # The head is one unit on one device: its matrix is used beside the call of the matrix's own module.
-        self._no_split_modules = [*(self.model._no_split_modules or []), type(self.lm_head).__name__]
+        self._no_split_modules = self.model._no_split_modules
         self._skip_keys_device_placement = self.model._skip_keys_device_placement
         self._tied_weights_keys = {TIED: f"model.{embedding_name(self.model)}"}
         # Wherever scores are bent, a shift of them all counts, and bf16 cannot hold a large one exactly.
@@ -85,6 +86,18 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
                 if not any(tensor.is_meta for tensor in module.parameters(recurse=False)):
                     module._is_hf_initialized = True
         self.post_init()
+
+    @property
+    def _no_split_modules(self) -> set[str]:
+        """Kinds of modules that stay on one device; under FSDP, each a unit of its own."""
+        # The head uses its matrix beside the call of the matrix's own module, so it must not be split. FSDP
+        # has units for that module and for the embedding that it may be tied to, which lie across the head.
+        sharded = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return set(self._unsplit) if sharded else {*self._unsplit, type(self.lm_head).__name__}
+
+    @_no_split_modules.setter
+    def _no_split_modules(self, names: Iterable[str] | None) -> None:
+        self._unsplit = {*(names or ())} - {type(self.lm_head).__name__}
 
     @can_return_tuple
     def forward(
@@ -150,6 +163,22 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states=output.hidden_states if wanted else None,
             attentions=getattr(output, "attentions", None),
         )
+
+    def head_inputs(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What the head reads for ids [batch, time]: its states [batch, time, H], the last layer first, and
+        the ids under them where it asks for those. Nothing V wide is made.
+        """
+        output = self.model(
+            **self._body_inputs(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                use_cache=False,
+                output_hidden_states=True if self.lm_head.states > 1 else None,
+            )
+        )
+        return self._states(output, input_ids, attention_mask)
 
     def generate(self, *arguments: Any, **settings: Any) -> Any:
         """As `GenerationMixin.generate`; a head that reads earlier states runs without a cache."""
@@ -246,6 +275,18 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> tuple[list[Tensor], Tensor | None]:
         """What the head reads, the last layer first, and the ids under it where it asks for them."""
         head, last = self.lm_head, output.last_hidden_state
+        decoder: Any = head.decoder
+        if not isinstance(decoder, nn.Linear) and not hasattr(decoder, "modules_to_save"):
+            # Its own matrix would be read, and what is added to it passed by without a word.
+            raise FullrankError(
+                f"{type(decoder).__name__} adapts the output matrix, which {head.name} would pass by: "
+                "leave decoder out of target_modules and put lm_head in modules_to_save"
+            )
+        if hasattr(decoder, "unshard"):
+            # Where FSDP has the matrix in another unit than the head, nobody else calls it: so its hooks run,
+            # be it for no token, and it is whole until the gradients are there.
+            decoder(last.new_empty(0, head.width, dtype=decoder.weight.dtype))
+            decoder.unshard()
         states = [last if self.config.logit_scale == 1.0 else last * self.config.logit_scale]
         if head.states > 1:
             layers = output.hidden_states
@@ -293,7 +334,7 @@ def precise_parameters(head: Head) -> list[str]:
     """Parameters that stay in fp32 when the rest is rounded: where bent scores lie, and their bends."""
     if type(head).pointwise is Head.pointwise:
         return []
-    return [name for name, _ in head.named_parameters() if name in ("decoder.bias", "steepness")]
+    return [name for name, _ in head.named_parameters() if name in ("decoder.bias", "steepness", "lift")]
 
 
 def embedding_name(body: nn.Module) -> str:
@@ -303,3 +344,5 @@ def embedding_name(body: nn.Module) -> str:
 
 
 AutoModelForCausalLM.register(FullrankConfig, FullrankForCausalLM, exist_ok=True)
+# The Trainer looks here whether label smoothing has to shift the labels.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FullrankConfig.model_type] = FullrankForCausalLM.__name__

@@ -10,6 +10,7 @@ from torch import nn
 
 from fullrank.diagnose import anatomy, loading
 from fullrank.errors import FullrankError
+from fullrank.hf.original import EveryRow
 from fullrank.ops import IDENTITY, Pointwise, Softcap
 
 
@@ -56,19 +57,9 @@ def plain_model(model: Any) -> tuple[Any, Pointwise, float]:
     plain.generation_config = copy.deepcopy(model.generation_config)
     facts = anatomy.examine(
         loading.Loaded(
-            model=plain, tokenizer=cast(Any, _EveryRow(head.vocab)), name="", source="object",
+            model=plain, tokenizer=cast(Any, EveryRow(head.vocab)), name="", source="object",
             storage="float32", fingerprint="", notes=(),
         )
     ).facts  # fmt: skip
     pointwise = IDENTITY if facts.softcap is None else Softcap(facts.softcap)
     return plain, pointwise, facts.logit_scale
-
-
-class _EveryRow:
-    """In place of a tokenizer: every row of the matrix is a token."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(row): row for row in range(self.rows)}

@@ -1,17 +1,15 @@
 """An upgrade from end to end: load, give the head, measure that nothing changed, train, judge.
 
-Nothing is written here but the states of the body, which the next run with the same model and text finds:
-after a crash they are not computed again, while the weights of a half-done training on them are lost.
-Training of the whole model goes on from its last epoch.
+Nothing is written here but what the next run may use: the states of the body, which any run with the same
+model and text finds, and trainings, done and half done, from which the same call goes on after a crash and
+ends with the same numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
-import shutil
+import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,15 @@ from fullrank.diagnose import collect, estimates
 from fullrank.diagnose.anatomy import longest
 from fullrank.diagnose.loading import Loaded, cache_directory, quiet
 from fullrank.errors import FullrankError
-from fullrank.heads import Head
-from fullrank.hf import fit, whole
-from fullrank.hf.upgrade import upgrade
+from fullrank.heads import HEADS
+from fullrank.hf import checkpoints, choose, fit, whole
+from fullrank.hf.upgrade import dequantised, upgrade
 from fullrank.results.upgrade import Candidate, Preserved, Upgrade, UpgradedModel, UpgradeTraining
 
 COMPARED_TOKENS, COMPARED_WINDOW = 512, 128
 """Of the text on which the upgraded model is held against the original."""
+SAME = 1e-3
+"""Nats by which any log-probability may differ where two models are said to say the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +38,8 @@ class Outcome:
     model: Any
     """A `FullrankForCausalLM`; None where `auto` found no head worth it."""
     record: Upgrade
+    checkpoints: Path | None = None
+    """Where trainings are kept; to be removed once the model is written."""
 
 
 def states_directory() -> Path:
@@ -73,9 +75,13 @@ def run(
         raise FullrankError(
             "--unfreeze trains the matrix with all else, tied if it is: leave --keep-tied out"
         )
+    with _in_memory():
+        loaded = dequantised(loaded)
     if training and loaded.model.dtype != torch.float32:
         raise FullrankError(f"heads are trained in float32, the model is in {loaded.model.dtype}: load it so")
     facts = _facts(loaded)
+    # What heads draw at their start: the same in every process.
+    torch.manual_seed(settings.seed)
     with _in_memory():
         if not training:
             progress("upgrading", 0.0)
@@ -90,53 +96,70 @@ def run(
             "progress": progress,
         }
         candidates: tuple[Candidate, ...] = ()
-        text: fit.Text | None
+        models, refused = (
+            _candidates(loaded, options) if head == "auto" else ({head: upgrade(loaded, head, **options)}, {})
+        )
+        model = next(iter(models.values()))
+        windows = _windows(loaded, model, train, settings)
+        directory = _directory(cache, asked, models, windows.ids, facts, settings, unfreeze)
+        text = _read(model, loaded, train, reading) if head == "auto" or not unfreeze else None
         if head == "auto":
-            models, refused = _candidates(loaded, plain, options)
-            text = _read(next(iter(models.values())), loaded, train, reading)
-            heads = {name: one.lm_head for name, one in models.items()}
-            head, candidates = fit.choose_head(
-                heads, plain, text, settings=settings, refused=refused, progress=progress
+            assert text is not None
+            head, candidates = choose.choose_head(
+                {name: one.lm_head for name, one in models.items()},
+                plain,
+                text,
+                settings=settings,
+                refused=refused,
+                directory=directory / "choosing",
+                progress=progress,
             )
             model = models[head]
-            del models, heads
-        else:
-            model = upgrade(loaded, head, **options)
-            text = None if unfreeze else _read(model, loaded, train, reading)
+        del models
         kept = preserved(loaded, model, train, progress)
         if text is None or unfreeze:
-            found = _whole(loaded, model, plain, train, settings, cache, progress)
+            found = whole.fit_whole(
+                model, plain, windows, settings=settings, directory=directory, progress=progress
+            )
             found = dataclasses.replace(found, candidates=candidates)
         else:
-            found = fit.fit(model, plain, text, settings=settings, candidates=candidates, progress=progress)
-    return _trained(asked, model, facts, kept, found)
+            found = fit.fit(
+                model,
+                plain,
+                text,
+                settings=settings,
+                candidates=candidates,
+                directory=directory,
+                progress=progress,
+            )
+    return _trained(asked, model, loaded.notes, facts, kept, found, directory)
 
 
-def _whole(
-    loaded: Loaded,
-    model: Any,
-    plain: Head,
-    train: Sequence[Path],
-    settings: fit.Settings,
-    cache: Path,
-    progress: fit.Progress,
-) -> UpgradeTraining:
-    """Train the whole model; checkpoints stay until it is done."""
+def _windows(loaded: Loaded, model: Any, train: Sequence[Path], settings: fit.Settings) -> collect.Windows:
     with _named():
-        windows = collect.tokenise(
+        return collect.tokenise(
             loaded.tokenizer,
             list(train),
             tokens=settings.tokens,
             window=settings.window,
             longest=longest(model),
         )
-    facts = [loaded.fingerprint, model.config.head, dataclasses.asdict(settings)]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode("utf8"))
-    digest.update(windows.ids.numpy().tobytes())
-    directory = cache / f"whole-{digest.hexdigest()[:24]}"
-    found = whole.fit_whole(model, plain, windows, settings=settings, directory=directory, progress=progress)
-    shutil.rmtree(directory, ignore_errors=True)
-    return found
+
+
+def _directory(
+    cache: Path,
+    asked: str,
+    models: dict[str, Any],
+    ids: torch.Tensor,
+    facts: UpgradedModel,
+    settings: fit.Settings,
+    unfreeze: bool,
+) -> Path:
+    """Where the trainings of this call are kept, and of no other."""
+    heads = {name: one.config.head for name, one in models.items()}
+    device = next(next(iter(models.values())).parameters()).device.type
+    plans = [facts.fingerprint, asked, heads, dataclasses.asdict(settings), unfreeze, device]
+    return cache / f"training-{checkpoints.digest(plans, ids)[:24]}"
 
 
 def _untrained(
@@ -153,22 +176,35 @@ def _untrained(
         preserved=kept,
         training=None,
         saved=True,
-        verdict=f"The model has a {name} head and has not been trained: it says what the original says.",
-        notes=(),
+        verdict=f"The model has a {name} head and has not been trained: it says {_near(kept)}.",
+        notes=loaded.notes,
     )
     return Outcome(model=model, record=record)
 
 
+def _near(kept: Preserved) -> str:
+    """What the comparison shows, in words: neither plif over a soft cap nor bf16 is the original exactly."""
+    if kept.largest <= SAME:
+        return "what the original says"
+    return f"nearly what the original says, {max(kept.kl.value, 0.0):.2g} nats per token from it"
+
+
 def _trained(
-    asked: str, model: Any, facts: UpgradedModel, kept: Preserved, found: UpgradeTraining
+    asked: str,
+    model: Any,
+    notes: Sequence[str],
+    facts: UpgradedModel,
+    kept: Preserved,
+    found: UpgradeTraining,
+    directory: Path | None,
 ) -> Outcome:
     name = model.lm_head.name
     saved = asked != "auto" or fit.worth_it(found)
     words = fit.verdict(name, found)
     if not saved:
         words = f"No head is worth it on this text, and no model was written: {words}"
-    notes = []
-    if found.untied:
+    notes = list(notes)
+    if saved and found.untied:
         notes.append(
             f"The output matrix was tied to the input embedding and is one of its own now, "
             f"{model.lm_head.decoder.weight.numel():,} parameters more: the body was frozen and would have "
@@ -186,7 +222,7 @@ def _trained(
         verdict=words,
         notes=tuple(notes),
     )
-    return Outcome(model=model if saved else None, record=record)
+    return Outcome(model=model if saved else None, record=record, checkpoints=directory)
 
 
 @torch.no_grad()
@@ -215,10 +251,11 @@ def preserved(
             before = original(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
             after = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
         before, after = before[:, : after.shape[1]].log_softmax(dim=-1), after
-        divergences.append((before.double().exp() * (before - after).double()).sum(dim=-1))
-        came = ids[1:, None]
-        largest = max(largest, float((before.gather(1, came) - after.gather(1, came)).abs().max()))
-        blocks.append(torch.full((len(came),), number))
+        # What has no probability in both is equal, though -inf - (-inf) is no number.
+        differences = torch.where(before == after, 0.0, before - after)
+        divergences.append((before.double().exp() * differences.double()).sum(dim=-1))
+        largest = max(largest, float(differences.abs().max()))
+        blocks.append(torch.full((len(before),), number))
     model.train(training)
     kl = torch.cat(divergences)
     return Preserved(tokens=len(kl), kl=estimates.mean(kl, torch.cat(blocks)), largest=largest)
@@ -229,18 +266,18 @@ def _read(model: Any, loaded: Loaded, train: Sequence[Path], reading: dict[str, 
         return fit.read_text(model, loaded.tokenizer, list(train), **reading)
 
 
-def _candidates(
-    loaded: Loaded, plain: Head, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _candidates(loaded: Loaded, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The heads that `auto` tries, on one body, and why others are left out."""
     models: dict[str, Any] = {}
     refused: dict[str, str] = {}
-    mixtures = ("mos", "moss", "trunk")
-    for name in fit.AUTO:
-        if name in fit.BENT and plain.softcap is not None:
-            refused[name] = "the model soft-caps its scores, and this head bends them in its own way"
-            continue
-        given = {key: value for key, value in options.items() if key != "components" or name in mixtures}
+    accepted = {name: set(inspect.signature(HEADS[name]).parameters) for name in choose.AUTO}
+    unknown = sorted(set(options) - set().union(*accepted.values()))
+    if unknown:
+        raise FullrankError(
+            f"no head that --head auto tries has an option {', '.join(unknown)}: leave it out, or name a head"
+        )
+    for name in choose.AUTO:
+        given = {option: value for option, value in options.items() if option in accepted[name]}
         try:
             models[name] = upgrade(loaded, name, **given)
         except FullrankError as error:

@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullrank.diagnose import shards
 from fullrank.diagnose.collect import Windows
 from fullrank.diagnose.estimates import BLOCK
 from fullrank.diagnose.loading import quiet
@@ -185,42 +185,16 @@ def _key(model: Any, windows: Windows, fingerprint: str) -> str:
     return digest.hexdigest()[:KEY_LENGTH]
 
 
+def _names(number: int) -> list[str]:
+    return [f"state{place}" for place in range(number)]
+
+
 def _read(file: Path, shapes: Sequence[tuple[int, ...]]) -> list[Tensor] | None:
     """The states of a file, if it is whole and what it should be."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not file.is_file():
-        return None
-    try:
-        found = load_file(file)
-    except (SafetensorError, OSError, ValueError):
-        return None
-    states = [found.get(f"state{number}") for number in range(len(shapes))]
-    whole = [
-        state
-        for state, shape in zip(states, shapes, strict=True)
-        if state is not None and tuple(state.shape) == shape and bool(state.isfinite().all())
-    ]
-    return whole if len(whole) == len(shapes) else None
+    names = _names(len(shapes))
+    found = shards.read(file, dict(zip(names, shapes, strict=True)))
+    return None if found is None else [found[name] for name in names]
 
 
 def _write(file: Path, states: list[Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save
-
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as target:
-            target.write(save({f"state{number}": state for number, state in enumerate(states)}))
-            target.flush()
-            os.fsync(target.fileno())
-        os.replace(partial, file)
-    except (OSError, SafetensorError) as error:
-        raise FullrankError(
-            f"states cannot be kept in {file.parent} ({error}): free some space or choose another --cache"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    shards.write(file, dict(zip(_names(len(states)), states, strict=True)), "--cache")

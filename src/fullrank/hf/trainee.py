@@ -4,10 +4,8 @@ Trained are the head's own parameters and W. A head without maps of its own (sig
 map M that starts at 0, z = W (x + M x) + b, and W takes it over at the end: with few tokens, directions that
 all rows share are learnt long before single rows are. The controls have such a map anyway.
 
-On a processor W is trained in the rows of tokens that occur and of those with the largest share of
-probability; the others' part of the normaliser is estimated as in `diagnose.frozen`, by rows drawn from the
-start's own distribution. On a GPU, for small vocabularies and for heads that are not rows over one matrix,
-all of W is trained on the exact loss. Losses that are reported are always over the whole vocabulary.
+Which rows of W are trained, and on which loss, is in `setting`. Losses that are reported are always over the
+whole vocabulary.
 
 Learning rates are given as `rate`, the pace relative to the width: entries of a map from D numbers move by
 rate / D a step in units that leave states and scores of any size alike, those of W in proportion to their own
@@ -17,10 +15,9 @@ size.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,100 +25,16 @@ from torch import Tensor, nn
 
 from fullrank.diagnose import frozen
 from fullrank.diagnose.better_head import Perceptron
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.errors import FullrankError
 from fullrank.heads import Head
 from fullrank.heads.base import RowHead
 from fullrank.heads.contexts import Contexts
-from fullrank.hf.states import Part, Parts
+from fullrank.hf.setting import Setting
+from fullrank.hf.states import Part
 from fullrank.ops import IDENTITY, mixture_nll
 
 PIECE = 512
 """Tokens whose exact losses are computed at once."""
-
-
-class SoftmaxControl(RowHead):
-    """Softmax over rows h + M h + m, with a perceptron of `inner` units beside them where asked for.
-
-    M and m start at 0, so that this starts as the plain head whose matrix it takes. `bias` gives it a bias, 0
-    at the start, where the plain head has none: a head that has one must be held against one that does.
-    """
-
-    name = "softmax"
-
-    def __init__(self, plain: Head, inner: int = 0, *, bias: bool = False) -> None:
-        super().__init__(hidden=plain.hidden, vocab=1, width=plain.width)
-        self.contexts: nn.Module = Contexts(
-            sources=((plain.hidden, 1),), width=plain.width, as_published=False
-        )
-        if inner:
-            self.contexts = Perceptron(plain.width, inner)
-        self.replace_decoder(plain.decoder)
-        if bias and plain.decoder.bias is None:
-            weight = plain.decoder.weight
-            self.decoder = nn.Linear(plain.width, plain.vocab, device="meta")
-            self.decoder.weight = weight
-            self.decoder.bias = nn.Parameter(weight.new_zeros(plain.vocab))
-        self.softcap = plain.softcap
-
-    def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        return cast(tuple[Tensor, Tensor], self.contexts(states[:1]))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Setting:
-    """One text and one start, ready to train any number of heads on."""
-
-    plain: Head
-    """The original output layer as a head."""
-    parts: Parts
-    scales: tuple[float, ...]
-    """Root mean square of each state."""
-    sampled: tuple[frozen.Sampled, frozen.Sampled] | None
-    """Of the fit and of the choosing part; None where training is exact."""
-    matrix: bool
-    """Whether W is trained."""
-    limit: int
-    """Bytes of a V-wide buffer."""
-
-    @property
-    def rows(self) -> int:
-        if not self.matrix:
-            return 0
-        return self.plain.vocab if self.sampled is None else len(self.sampled[0].rows)
-
-
-def prepare(
-    plain: Head, parts: Parts, *, rows: int, exact: bool, matrix: bool, limit: int, seed: int
-) -> Setting:
-    """Measure the states, choose the rows to train, and draw the others."""
-    scales = tuple(float(state.double().square().mean().sqrt()) for state in parts.fit.states)
-    if not all(scale > 0 for scale in scales):
-        raise FullrankError("all states are zero: the model's last layer gives nothing to train a head on")
-    sampled = None
-    if not exact:
-        weight, bias = plain.decoder.weight.detach(), plain.decoder.bias
-        output = OutputLayer(
-            weight=weight,
-            bias=None if bias is None else bias.detach(),
-            pointwise=plain.pointwise,
-            tokens=plain.vocab,
-        )
-        fit, choose = _tokens(parts.fit), _tokens(parts.choose)
-        generator = torch.Generator(device=weight.device).manual_seed(seed)
-        chosen = frozen.rows_to_train(output, fit, rows, limit)
-        seen = torch.unique(torch.cat([chosen, choose.targets]))
-        sampled = (
-            frozen.sample(output, fit, chosen, frozen.DRAWN, limit, generator),
-            frozen.sample(output, choose, seen, 4 * frozen.DRAWN, limit, generator),
-        )
-    return Setting(plain=plain, parts=parts, scales=scales, sampled=sampled, matrix=matrix, limit=limit)
-
-
-def _tokens(part: Part) -> frozen.Tokens:
-    return frozen.Tokens(
-        hidden=part.states[0].flatten(0, 1), targets=part.targets.flatten(), blocks=part.blocks.flatten()
-    )
 
 
 class Trainee(nn.Module):
@@ -185,7 +98,7 @@ class Trainee(nn.Module):
             return 4.0 * float(parameter.detach().square().mean().sqrt()) / width
         if name == "bias":
             return 0.25
-        if name in ("offset", "steepness"):
+        if name in ("offset", "steepness", "lift"):
             return 1.0
         if parameter.ndim < 2:
             return first / width
@@ -321,6 +234,12 @@ class Trainee(nn.Module):
         return torch.cat(found)
 
     @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over what `trained` names."""
+        for name, parameter in self.trained():
+            parameter.copy_(weights[name])
+
+    @torch.no_grad()
     def into(self, head: Head) -> None:
         """Write what was learnt into a head of the same kind; a matrix that was trained becomes its own."""
         mine = dict(self.head.named_parameters())
@@ -342,6 +261,10 @@ class Trainee(nn.Module):
 @torch.no_grad()
 def redraw(head: Head, scale: float) -> None:
     """Draw anew, for this seed and states of this size, what may be anything while it changes nothing."""
+    for module in head.modules():
+        if isinstance(module, Contexts) and module.components == 1:
+            # A prior over one component is 1: whatever its gate was drawn as is no part of a training.
+            module.gate.weight.zero_()
     contexts = getattr(head, "contexts", None)
     if isinstance(contexts, Perceptron) and not bool(contexts.leave.weight.any()):
         contexts.enter.weight.normal_(std=contexts.enter.in_features**-0.5 / scale)

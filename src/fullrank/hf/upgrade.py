@@ -9,8 +9,9 @@ is put on the state, the cap on the scores. What the head owns beyond W starts s
     softmax, moc, mos, trunk, doc, pointer   as they start by default: contexts equal to the state
     low_rank     B A the projection on the r directions in which W is largest; at full rank, all of them
     facets       without the noise between facets: their gates and parts of the vocabulary tell them apart
-    sigsoftmax   b raised until log sigmoid(z) is nothing on every score of the probe; then it is softmax
-    moss         the same; neither can keep a soft cap as well, and then the start is a little off
+    sigsoftmax   b raised until log sigmoid(z) is nothing on every score of the probe; then it is softmax.
+                 Over a soft cap c the lift does that, for every score there can be
+    moss         the same
     plif         slopes 1, or those of the soft cap, over bins that hold the scores of the probe
 
 Gates are random, drawn for states of unit size, and divided by the size of the model's states: a mixture of
@@ -24,52 +25,34 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fullrank.diagnose import anatomy, checks, loading
+from fullrank.diagnose import checks, loading
 from fullrank.errors import FullrankError
 from fullrank.heads import HEADS, Head
 from fullrank.heads.contexts import Contexts
 from fullrank.heads.facets import MultiFacet
 from fullrank.heads.low_rank import LowRank
 from fullrank.heads.plif import Plif
+from fullrank.heads.sigsoftmax import BentBySigmoid
+from fullrank.hf import original
 from fullrank.ops import SIGSOFTMAX, Softcap
 
 if TYPE_CHECKING:
     from fullrank.hf.model import FullrankForCausalLM
 
-EXACT = ("softmax", "moc", "mos", "trunk", "doc", "pointer", "facets")
-"""Heads that can be the original but for rounding, whatever its scores."""
+EXACT = ("softmax", "moc", "mos", "trunk", "doc", "pointer", "facets", "sigsoftmax", "moss")
+"""Heads that can be the original but for rounding, whatever it does to its scores."""
 SETTLED = ("hidden", "vocab", "width", "bias", "as_published")
 """Options of a head that the original decides."""
 MARGIN = 16.0
 """How far above zero sigsoftmax lifts the lowest score that it allows for: log sigmoid(16) = -1e-7."""
-PROBE = 24
-"""Tokens in each of the two texts of the probe."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Layer:
-    """The output layer of the original, as the upgrade needs it."""
-
-    weight: nn.Parameter
-    """[V, D], the original's own tensor."""
-    bias: Tensor | None
-    """[V], with the scale in it."""
-    scale: float
-    """logits = f(W (scale h) + bias), h the body's last state."""
-    softcap: float | None
-    tied: bool
-    size: float
-    """Root mean square of the scaled states' entries."""
-    low: float
-    high: float
-    """Range of the scores W h + bias on the probe."""
 
 
 def upgrade(model: Any, head: str = "mos", **options: Any) -> FullrankForCausalLM:
@@ -85,10 +68,8 @@ def upgrade(model: Any, head: str = "mos", **options: Any) -> FullrankForCausalL
         # Loaded here for nobody else, and to be trained as any model that is loaded.
         own = True
     if isinstance(model, loading.Loaded):
+        model = dequantised(model) if own else model
         name, model = model.name, model.model
-    if own and getattr(model.config, "quantization_config", None) is not None:
-        with checks.one_sentence(f"{name}, which is quantised,"):
-            model = model.dequantize() or model
     _check_options(head, options)
     body = _body(model)
     if own:
@@ -96,8 +77,8 @@ def upgrade(model: Any, head: str = "mos", **options: Any) -> FullrankForCausalL
     training = model.training
     model.eval()
     try:
-        ids = _probe_ids(model)
-        layer, log_probs = _read(model, body, ids)
+        ids = original.probe_ids(model)
+        layer, log_probs = original.read(model, body, ids)
         upgraded = _assemble(model, body, layer, head, options).eval()
         with torch.no_grad(), loading.quiet():
             found = upgraded(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
@@ -113,6 +94,20 @@ def upgrade(model: Any, head: str = "mos", **options: Any) -> FullrankForCausalL
         "largest_difference": difference,
     }
     return upgraded.train(training)
+
+
+def dequantised(loaded: loading.Loaded) -> loading.Loaded:
+    """The same model in float where its weights are quantised, because those can neither be trained nor saved
+    under another head. The model is changed in place where its library does so."""
+    model = cast(Any, loaded.model)
+    if getattr(model.config, "quantization_config", None) is None:
+        return loaded
+    dtype = model.get_input_embeddings().weight.dtype
+    with checks.one_sentence(f"{loaded.name}, which is quantised,"):
+        model = model.dequantize() or model
+        model = model.to(dtype) if dtype.is_floating_point else model
+    note = "The weights were quantised and are in float now, as large as before quantisation."
+    return dataclasses.replace(loaded, model=model.requires_grad_(False), notes=(*loaded.notes, note))
 
 
 def _check_options(head: str, options: dict[str, Any]) -> None:
@@ -176,102 +171,20 @@ def _body(model: Any) -> Any:
     return body
 
 
-def _probe_ids(model: Any) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    rows = model.get_input_embeddings().weight.shape[0]
-    length = min(PROBE, anatomy.longest(model) or PROBE)
-    return torch.randint(rows, (2, length), generator=generator).to(model.device)
-
-
-class _EveryRow:
-    """In place of a tokenizer: every row of the matrix is a token."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(row): row for row in range(self.rows)}
-
-
-@torch.no_grad()
-def _read(model: Any, body: Any, ids: Tensor) -> tuple[Layer, Tensor]:
-    """What the original does after its last state, and its log-probabilities [batch, time, V]."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    found = anatomy.examine(
-        loading.Loaded(
-            model=model, tokenizer=cast(Any, _EveryRow(rows)), name="", source="object", storage="float32",
-            fingerprint="", notes=(),
-        )
-    )  # fmt: skip
-    facts, output, original = found.facts, found.output, model.get_output_embeddings()
-    weight = getattr(original, "weight", None)
-    kept = facts.vocabulary
-    if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not weight.is_floating_point():
-        raise FullrankError(
-            f"the output layer of {type(model).__name__} is a {type(original).__name__} whose matrix cannot "
-            "be read: load it in float"
-        )
-    if kept < len(weight):
-        if facts.tied:
-            raise FullrankError(
-                f"{type(model).__name__} cuts its logits to {kept} of {len(weight)} rows of a tied matrix, "
-                f"which no head here does: call resize_token_embeddings({kept}) first"
-            )
-        weight = nn.Parameter(weight[:kept].clone(), requires_grad=weight.requires_grad)
-    entered: list[Tensor] = []
-    handle = original.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
-    try:
-        with loading.quiet():
-            logits = model(input_ids=ids, use_cache=False).logits
-            # By itself, because some models call a part of their body and not the whole.
-            last = body(input_ids=ids, use_cache=False).last_hidden_state
-    finally:
-        handle.remove()
-    between = _factor(entered[-1].view(last.shape), last, type(model).__name__)
-    states = entered[-1].float()
-    # The layer that was read is in fp32 and has the scale in it.
-    scores = states @ output.weight.T
-    if output.bias is not None:
-        scores += output.bias
-    bias = output.bias
-    if bias is not None and facts.logit_scale == 1.0 and len(original.bias) == kept:
-        bias = original.bias
-    layer = Layer(
-        weight=weight,
-        bias=bias,
-        scale=facts.logit_scale * between,
-        softcap=facts.softcap,
-        tied=facts.tied,
-        size=float(states.square().mean().sqrt()) * abs(facts.logit_scale),
-        low=float(scores.min()),
-        high=float(scores.max()),
-    )
-    return layer, torch.log_softmax(logits.double(), dim=-1)
-
-
-def _factor(entered: Tensor, given: Tensor, kind: str) -> float:
-    """What the model multiplies its body's last state by on the way to the output matrix, most often 1."""
-    if entered.shape == given.shape:
-        above, below = entered.double(), given.double()
-        factor = float((above * below).sum() / below.square().sum())
-        rounding = 1e-5 if entered.dtype in (torch.float32, torch.float64) else 0.02
-        if float((above - factor * below).norm()) <= rounding * float(above.norm()):
-            return 1.0 if abs(factor - 1.0) < rounding else factor
-    raise FullrankError(
-        f"{kind} changes its body's last state before the output matrix, which an upgrade cannot keep: give "
-        "a model whose head is one matrix"
-    )
-
-
-def _assemble(model: Any, body: Any, layer: Layer, name: str, options: dict[str, Any]) -> FullrankForCausalLM:
+def _assemble(
+    model: Any, body: Any, layer: original.Layer, name: str, options: dict[str, Any]
+) -> FullrankForCausalLM:
     from fullrank.hf.config import FullrankConfig
     from fullrank.hf.model import FullrankForCausalLM, build_head
 
     rows, width = layer.weight.shape
-    bent = name in ("sigsoftmax", "moss", "plif")
     settings: dict[str, Any] = {"name": name, "hidden": width, **options}
-    if layer.bias is not None or name in ("sigsoftmax", "moss"):
+    if layer.bias is not None or (name in ("sigsoftmax", "moss") and layer.softcap is None):
         settings["bias"] = True
+    default = inspect.signature(HEADS[name]).parameters.get("components")
+    if default is not None:
+        # Whoever reads the configuration should not have to know it.
+        settings.setdefault("components", default.default)
     inner = body.config.get_text_config().hidden_size
     if name == "facets" and inner != width:
         raise FullrankError(
@@ -290,25 +203,31 @@ def _assemble(model: Any, body: Any, layer: Layer, name: str, options: dict[str,
         vocab_size=rows,
         tie_word_embeddings=layer.tied,
         logit_scale=layer.scale,
-        softcap=None if bent else layer.softcap,
+        softcap=None if name == "plif" else layer.softcap,
         dtype=body.config.dtype,
     )
     config.name_or_path = model.config.name_or_path
-    head = build_head(config)
+    try:
+        head = build_head(config)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise FullrankError(
+            f"{name} cannot be built with {given} ({error}): docs/heads.md has the form of its options"
+        ) from error
     _settle(head, layer)
     upgraded = FullrankForCausalLM(config, body=body, head=head)
     upgraded.generation_config = copy.deepcopy(model.generation_config)
     return upgraded
 
 
-def _limit(layer: Layer) -> float:
+def _limit(layer: original.Layer) -> float:
     """Bins over the scores of the probe and a quarter more; for a soft cap as far as it still rises."""
     wide = 1.25 * max(abs(layer.low), abs(layer.high), 16.0)
     return float(math.ceil(wide if layer.softcap is None else max(wide, 4.0 * layer.softcap)))
 
 
 @torch.no_grad()
-def _settle(head: Head, layer: Layer) -> None:
+def _settle(head: Head, layer: original.Layer) -> None:
     """Give the head W and b, and what it owns a start that changes nothing."""
     from fullrank.hf.model import precise_parameters
 
@@ -317,6 +236,8 @@ def _settle(head: Head, layer: Layer) -> None:
         start = torch.zeros(head.vocab) if bias is None else bias.float()
         # Other text may have lower scores than the probe, the more so the wider they spread.
         bias = start.to(layer.weight.device) + (MARGIN + (layer.high - layer.low) / 2 - layer.low)
+    if isinstance(head, BentBySigmoid) and head.softcap is not None:
+        head.lift.fill_(MARGIN + head.softcap)
     if isinstance(head, LowRank):
         weight = layer.weight.float()
         directions = torch.linalg.eigh(weight.T @ weight).eigenvectors.flip(1)[:, : head.down.out_features]
@@ -344,11 +265,11 @@ def _settle(head: Head, layer: Layer) -> None:
         head.decoder.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
 
 
-def _check_start(head: Head, layer: Layer, divergence: float, difference: float) -> None:
+def _check_start(head: Head, layer: original.Layer, divergence: float, difference: float) -> None:
     """Refuse a result that is not what was promised, rather than hand it on."""
     precise = layer.weight.dtype in (torch.float32, torch.float64)
     exact = head.name in EXACT or (isinstance(head, LowRank) and head.down.out_features == head.width)
-    exact |= head.name in ("sigsoftmax", "moss", "plif") and layer.softcap is None
+    exact |= head.name == "plif" and layer.softcap is None
     wrong = difference > 1e-3 if precise else divergence > 0.05
     if not math.isfinite(divergence) or (exact and wrong):
         raise FullrankError(

@@ -5,17 +5,15 @@ the same pairs of learning rates to choose from, a warm-up, a fall to zero over 
 when `patience` epochs bring nothing on the text for choosing. The best weights are kept, and judged on text
 that nothing was chosen on. A matrix that is tied stays tied.
 
-Crash-safe: after every epoch weights, optimiser and best weights go to a file that is written whole. The same
-call goes on from there and ends with the same numbers; what an epoch had done when the process died is lost.
-The files are removed by the caller, with the directory.
+Crash-safe: after every epoch weights, optimiser and best weights go to a file that is written whole
+(`checkpoints`). The same call goes on from there and ends with the same numbers; what an epoch had done when
+the process died is lost. The files are removed by the caller, with the directory.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +26,7 @@ from fullrank.diagnose import estimates
 from fullrank.diagnose.collect import Windows
 from fullrank.errors import FullrankError
 from fullrank.heads import Head
-from fullrank.hf import fit, states
+from fullrank.hf import checkpoints, controls, fit, states
 from fullrank.hf.trainee import redraw
 from fullrank.hf.training import WARM_UP
 from fullrank.results.upgrade import TrainedHead, TrainingText, UpgradeTraining
@@ -71,20 +69,21 @@ def fit_whole(
 ) -> UpgradeTraining:
     """Train copies of `model` with both controls and with its own head; the best seed's weights stay in it.
 
-    `plain` is the original output layer as a head. `directory` holds checkpoints, of this training alone.
+    `plain` is the original output layer as a head. `directory` holds checkpoints.
     """
     head: Head = model.lm_head
-    if head.name in fit.CONTROLS:
+    if head.name in controls.CONTROLS:
         raise FullrankError(
             f"{head.name} is what an upgraded head is held against: name another head to train, such as mos"
         )
     started = time.monotonic()
     parts = _split(windows.ids.to(next(model.parameters()).device))
     heads: dict[str, Head] = {
-        **fit.controls(head, plain),
+        **controls.controls(head, plain),
         head.name: head,
     }
     size = float(states.head_states(model, parts.fit[:1])[0].square().mean().sqrt())
+    of = _digest(model, parts, settings)
     found: dict[str, list[Found]] = {}
     before: dict[str, Tensor] = {}
     seconds: dict[str, float] = {}
@@ -100,7 +99,16 @@ def fit_whole(
             paces = range(len(PACES)) if seed == 0 else (found[name][0].pace,)
             tried = [
                 _train(
-                    model, one, size, parts, settings, settings.seed + seed, pace, directory / name, report
+                    model,
+                    one,
+                    size,
+                    parts,
+                    settings,
+                    settings.seed + seed,
+                    pace,
+                    directory / name,
+                    of,
+                    report,
                 )
                 for pace in paces
             ]
@@ -111,11 +119,11 @@ def fit_whole(
     blocks = (blocks * -(-length // estimates.BLOCK) + torch.arange(length) // estimates.BLOCK).flatten()
     best = found[head.name]
     control = min(
-        fit.CONTROLS, key=lambda name: sum(float(one.losses.double().mean()) for one in found[name])
+        controls.CONTROLS, key=lambda name: sum(float(one.losses.double().mean()) for one in found[name])
     )
     differences = [other.losses - one.losses for other, one in zip(found[control], best, strict=True)]
     saved = min(range(len(best)), key=lambda seed: best[seed].choose_loss)
-    _load_best(model, directory / head.name, settings.seed + saved, best[saved].pace)
+    _load(model, _file(directory / head.name, settings.seed + saved, best[saved].pace), of)
     return UpgradeTraining(
         text=TrainingText(
             sources=windows.sources,
@@ -176,10 +184,16 @@ def _train(
     seed: int,
     pace: int,
     directory: Path,
+    of: str,
     progress: Callable[[float], None],
 ) -> Found:
     """One training from its start or from its last checkpoint."""
-    file = directory / f"seed{seed}-pace{pace}.safetensors"
+    file = _file(directory, seed, pace)
+    kept = checkpoints.read(file, _name(of, file), weights=False)
+    facts = checkpoints.finished(kept)
+    if kept is not None and facts is not None:
+        progress(1.0)
+        return Found(losses=kept[0]["losses"], **facts)
     trained = _copy(model, head, size, seed)
     old, new = PACES[pace]
     own = [
@@ -194,12 +208,14 @@ def _train(
     peaks = [group["lr"] for group in optimiser.param_groups]
     batch = min(BATCH, len(parts.fit))
     each = len(parts.fit) // batch
-    state = _resume(file, trained, optimiser)
-    if state is None:
+    parameters = dict(trained.named_parameters())
+    state: dict[str, Any]
+    if kept is None:
         state = {"epoch": 0, "best": _mean(_losses(trained, parts.choose)), "steps": 0, "idle": 0}
-        best = _weights(trained)
+        best = checkpoints.weights(parameters)
     else:
-        best = state.pop("weights")
+        state, best = checkpoints.resume(kept, parameters, optimiser)
+        del kept
     while state["epoch"] < settings.epochs and state["idle"] < settings.patience:
         trained.train()
         generator = torch.Generator().manual_seed(1000 * seed + state["epoch"])
@@ -222,15 +238,46 @@ def _train(
         reached = _mean(_losses(trained, parts.choose))
         if reached < state["best"]:
             state |= {"best": reached, "steps": state["epoch"] * each, "idle": 0}
-            best = _weights(trained)
-        _keep(file, trained, optimiser, state, best)
+            best = checkpoints.weights(parameters)
+        checkpoints.keep(file, _name(of, file), parameters, optimiser, state, best)
     with torch.no_grad():
-        for name, parameter in trained.named_parameters():
+        for name, parameter in parameters.items():
             parameter.copy_(best[name])
-    progress(1.0)
-    return Found(
+    found = Found(
         losses=_losses(trained, parts.held_out), choose_loss=state["best"], pace=pace, steps=state["steps"]
     )
+    # Of a control nothing is needed but its losses.
+    facts = {"choose_loss": found.choose_loss, "pace": pace, "steps": found.steps}
+    checkpoints.finish(file, _name(of, file), found.losses, facts, best if head is model.lm_head else None)
+    progress(1.0)
+    return found
+
+
+def _file(directory: Path, seed: int, pace: int) -> Path:
+    return directory / f"seed{seed}-pace{pace}.safetensors"
+
+
+def _digest(model: Any, parts: Split, settings: fit.Settings) -> str:
+    """Of all that the trainings' numbers depend on, but for what a file's name says."""
+    # What the head draws at its start is drawn anew for each seed.
+    body = [value for name, value in model.named_parameters() if not name.startswith("lm_head.")]
+    head = [model.config.head, model.lm_head.decoder.weight]
+    plans = [dataclasses.asdict(settings), PACES, BATCH]
+    return checkpoints.digest(*plans, *head, parts.fit, parts.choose, parts.held_out, *body)
+
+
+def _name(of: str, file: Path) -> str:
+    return f"{of} {file.parent.name} {file.name}"
+
+
+@torch.no_grad()
+def _load(model: Any, file: Path, of: str) -> None:
+    kept = checkpoints.read(file, _name(of, file))
+    if kept is None:
+        raise FullrankError(f"{file} has gone while it was needed: run the same command again")
+    best = checkpoints.best_of(kept)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(best[name])
 
 
 @torch.no_grad()
@@ -250,72 +297,6 @@ def _mean(losses: Tensor) -> float:
     return float(losses.double().mean())
 
 
-def _weights(model: Any) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def _keep(file: Path, model: Any, optimiser: Any, state: dict[str, Any], best: dict[str, Tensor]) -> None:
-    """Everything that the rest of a training depends on, whole or not at all."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    tensors = {f"now.{name}": parameter.detach().contiguous() for name, parameter in model.named_parameters()}
-    tensors |= {f"best.{name}": value.contiguous() for name, value in best.items()}
-    for number, moments in optimiser.state_dict()["state"].items():
-        for name, value in moments.items():
-            tensors[f"optimiser.{number}.{name}"] = torch.as_tensor(value).clone().contiguous()
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata={"state": json.dumps(state)})
-        os.replace(partial, file)
-    except (OSError, SafetensorError) as error:
-        raise FullrankError(
-            f"a checkpoint cannot be kept in {file.parent} ({error}): free space or choose another --cache"
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _resume(file: Path, model: Any, optimiser: Any) -> dict[str, Any] | None:
-    """Put model and optimiser where a checkpoint has them; None where there is none that is whole."""
-    from safetensors import SafetensorError, safe_open
-
-    if not file.is_file():
-        return None
-    try:
-        with safe_open(file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            state: dict[str, Any] = json.loads(opened.metadata()["state"])
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError):
-        return None
-    parameters = dict(model.named_parameters())
-    device = next(iter(parameters.values())).device
-    if any(f"{kind}.{name}" not in tensors for kind in ("now", "best") for name in parameters):
-        return None
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[f"now.{name}"])
-    whole = optimiser.state_dict()
-    for name, value in tensors.items():
-        kind, number, *rest = name.split(".")
-        if kind == "optimiser":
-            moment = whole["state"].setdefault(int(number), {})
-            moment[".".join(rest)] = value
-    optimiser.load_state_dict(whole)
-    state["weights"] = {name: tensors[f"best.{name}"].to(device) for name in parameters}
-    return state
-
-
-@torch.no_grad()
-def _load_best(model: Any, directory: Path, seed: int, pace: int) -> None:
-    from safetensors.torch import load_file
-
-    found = load_file(directory / f"seed{seed}-pace{pace}.safetensors")
-    for name, parameter in model.named_parameters():
-        parameter.copy_(found[f"best.{name}"])
-
-
 def _row(
     name: str, head: Head, model: Any, found: Sequence[Found], before: Tensor, blocks: Tensor, seconds: float
 ) -> TrainedHead:
@@ -325,8 +306,8 @@ def _row(
     matrix = 0 if tied else model.lm_head.decoder.weight.numel()
     return TrainedHead(
         head=name,
-        parameters=fit.size(head),
-        trained=body + matrix + fit.size(head),
+        parameters=controls.size(head),
+        trained=body + matrix + controls.size(head),
         before=estimates.mean(before, blocks),
         before_error=estimates.mean_and_error(before, blocks)[1],
         after=estimates.mean_over_seeds([one.losses for one in found], blocks),

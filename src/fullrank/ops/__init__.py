@@ -1,11 +1,19 @@
 """The primitive: exact losses of high-rank heads in a bounded workspace."""
 
 from fullrank.ops.dispatch import TokenStats, linear_logprob, mixture_log_probs, mixture_nll
-from fullrank.ops.pointwise import IDENTITY, SIGSOFTMAX, PiecewiseLinear, Pointwise, Softcap
+from fullrank.ops.pointwise import (
+    IDENTITY,
+    SIGSOFTMAX,
+    CappedSigsoftmax,
+    PiecewiseLinear,
+    Pointwise,
+    Softcap,
+)
 
 __all__ = [
     "IDENTITY",
     "SIGSOFTMAX",
+    "CappedSigsoftmax",
     "PiecewiseLinear",
     "Pointwise",
     "Softcap",

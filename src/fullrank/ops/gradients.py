@@ -1,7 +1,8 @@
 """Which gradients a pass makes, and those that are sums over all rows: of W, b and the slopes of f.
 
 A piecewise-linear f has one slope a bin. Its gradient is a histogram over the bins of the gradient in f(z):
-per bin the sum, and the sum times the place in the bin, both in fp64.
+per bin the sum, and the sum times the place in the bin, both in fp64. The lift of a capped sigsoftmax goes
+the same way, with one bin for all scores.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fullrank.ops.pointwise import Evaluated, PiecewiseLinear, Pointwise
+from fullrank.ops.pointwise import Evaluated, Pointwise
 
 
 class Needs(NamedTuple):
@@ -45,7 +46,7 @@ class Gradients:
     weight: Tensor | None
     bias: Tensor | None
     sums: Tensor | None
-    """Piecewise linear: per bin, the sum of the gradient in f(z)."""
+    """Per bin of f, the sum of the gradient in f(z)."""
     moments: Tensor | None
 
     def trimmed(self, V: int) -> Gradients:
@@ -55,9 +56,9 @@ class Gradients:
         return Gradients(weight=weight, bias=bias, sums=self.sums, moments=self.moments)
 
     def slopes(self, pointwise: Pointwise) -> Tensor | None:
-        if self.sums is None or self.moments is None or not isinstance(pointwise, PiecewiseLinear):
+        if self.sums is None or self.moments is None:
             return None
-        return pointwise.gradient_of_slopes(self.sums, self.moments)
+        return pointwise.gradient_of_trained(self.sums, self.moments)
 
 
 def empty_gradients(
@@ -70,8 +71,8 @@ def empty_gradients(
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=wide, device=weight.device)
 
-    slopes = needs.slopes and isinstance(pointwise, PiecewiseLinear)
-    bins = pointwise.bins if isinstance(pointwise, PiecewiseLinear) else 0
+    trained = pointwise.trained
+    slopes, bins = needs.slopes and trained is not None, 0 if trained is None else len(trained)
     return Gradients(
         weight=zeros(entries, D) if needs.weight else None,
         bias=zeros(entries) if needs.bias else None,
@@ -81,8 +82,11 @@ def empty_gradients(
 
 
 def add_slope_gradient(gradients: Gradients, bent: Evaluated, upstream: Tensor) -> None:
-    """Histogram the gradient in f(z) over the bins of a piecewise linear f; overwrites upstream, in fp64."""
-    if gradients.sums is None or gradients.moments is None or bent.bins is None or bent.offset is None:
+    """Histogram the gradient in f(z) over the bins of f; overwrites upstream, in fp64."""
+    if gradients.sums is None or gradients.moments is None or bent.offset is None:
+        return
+    if bent.bins is None:
+        gradients.moments.add_(upstream.mul_(bent.offset).sum())
         return
     bins = bent.bins.flatten()
     gradients.sums.index_add_(0, bins, upstream.flatten())

@@ -3,6 +3,7 @@
     identity            f(z) = z                                   softmax
     sigsoftmax          f(z) = z + log sigmoid(z)                  Kanai et al. 2018 (1805.10829)
     softcap             f(z) = cap * tanh(z / cap)                 logit soft-capping
+    capped sigsoftmax   f(z) = u + log sigmoid(u + lift), u = cap * tanh(z / cap)
     piecewise linear    f(z) = (z - knot_i) s_i + delta sum_{m<i} s_m,   Ganea et al. 2019 (1902.08077)
                         i the bin of z among B bins of width delta on [-limit, limit], the outer bins
                         going on for ever; monotone because every slope s_i is positive
@@ -35,7 +36,7 @@ class Evaluated(NamedTuple):
     bins: Tensor | None = None
     """Piecewise linear only: the bin of every score."""
     offset: Tensor | None = None
-    """Piecewise linear only: z - knot of its bin."""
+    """The derivative of f(z) in what f trains: for piecewise linear, z - knot of its bin."""
 
 
 class Pointwise(ABC):
@@ -63,6 +64,13 @@ class Pointwise(ABC):
     @abstractmethod
     def evaluate_(self, scores: Tensor, *, gradient: bool) -> Evaluated:
         """f on a tile that may be overwritten, with f' if `gradient`."""
+
+    def gradient_of_trained(self, sums: Tensor, moments: Tensor) -> Tensor:
+        """The gradient of `trained` from sums over all scores, a bin at a time where there are bins.
+
+        sums are of g, the gradient in f(z), and moments of g times the offset.
+        """
+        return moments
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,47 @@ class Softcap(Pointwise):
         ratio = scores.div_(self.cap).tanh_()
         slope = torch.square(ratio).neg_().add_(1.0) if gradient else None
         return Evaluated(ratio.mul_(self.cap), slope)
+
+
+@dataclass(frozen=True, eq=False)
+class CappedSigsoftmax(Pointwise):
+    """Sigsoftmax of soft-capped scores.
+
+    A cap bounds scores, so no bias could lift them to where sigsoftmax is softmax: the lift [1] is added
+    after the cap, and trained.
+    """
+
+    lift: Tensor
+    cap: float
+    kind: ClassVar[str] = "capped_sigsoftmax"
+    # Both slopes, the offset, and the fp64 gradient with one temporary.
+    tile_buffers: ClassVar[int] = 9
+
+    def __post_init__(self) -> None:
+        Softcap(self.cap)
+        if self.lift.shape != (1,):
+            raise FullrankError(f"the lift has shape {list(self.lift.shape)}, expected one number, [1]")
+
+    @property
+    def constant(self) -> float:
+        return self.cap
+
+    @property
+    def trained(self) -> Tensor:
+        return self.lift
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        capped = Softcap(self.cap)(scores)
+        return capped + functional.logsigmoid(capped + self.lift.to(scores.dtype))
+
+    def evaluate_(self, scores: Tensor, *, gradient: bool) -> Evaluated:
+        capped, slope, *_ = Softcap(self.cap).evaluate_(scores, gradient=gradient)
+        lifted = capped + self.lift.to(scores.dtype)
+        value = capped.add_(functional.logsigmoid(lifted))
+        if slope is None:
+            return Evaluated(value, None)
+        falling = lifted.neg_().sigmoid_()
+        return Evaluated(value, slope.addcmul_(slope, falling), None, falling)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +221,8 @@ class PiecewiseLinear(Pointwise):
         value = torch.addcmul(base[bins], offset, slope, out=scores)
         return Evaluated(value, slope, bins, offset) if gradient else Evaluated(value, None)
 
-    def gradient_of_slopes(self, sums: Tensor, moments: Tensor) -> Tensor:
-        """From per-bin sums of g and of g * offset (g the gradient in f(z)) to the gradient of the slopes.
-
-        A slope acts on the scores of its own bin through the offset, and lifts every later bin by delta.
-        """
+    def gradient_of_trained(self, sums: Tensor, moments: Tensor) -> Tensor:
+        """A slope acts on its own bin's scores through the offset, and lifts every later bin by delta."""
         later = sums.sum() - torch.cumsum(sums, 0)
         return moments + self.step * later
 
@@ -185,7 +231,7 @@ IDENTITY = Identity()
 SIGSOFTMAX = Sigsoftmax()
 
 
-def from_parts(kind: str, constant: float, slopes: Tensor | None) -> Pointwise:
+def from_parts(kind: str, constant: float, trained: Tensor | None) -> Pointwise:
     """Rebuild a pointwise function inside an operator, whose arguments are tensors and plain values."""
     if kind == Identity.kind:
         return IDENTITY
@@ -193,14 +239,19 @@ def from_parts(kind: str, constant: float, slopes: Tensor | None) -> Pointwise:
         return SIGSOFTMAX
     if kind == Softcap.kind:
         return Softcap(constant)
-    if kind == PiecewiseLinear.kind and slopes is not None:
-        return PiecewiseLinear(slopes, constant)
-    raise FullrankError(f"no pointwise function {kind!r}: expected identity, sigsoftmax, softcap or plif")
+    if kind == CappedSigsoftmax.kind and trained is not None:
+        return CappedSigsoftmax(trained, constant)
+    if kind == PiecewiseLinear.kind and trained is not None:
+        return PiecewiseLinear(trained, constant)
+    raise FullrankError(
+        f"no pointwise function {kind!r}: expected identity, sigsoftmax, softcap, capped_sigsoftmax or plif"
+    )
 
 
 __all__ = [
     "IDENTITY",
     "SIGSOFTMAX",
+    "CappedSigsoftmax",
     "Evaluated",
     "Identity",
     "PiecewiseLinear",

@@ -1,7 +1,7 @@
 """The record of a training run: its settings, curves, monitors and alarms.
 
-Losses are in nats per token. `fullrank.train.monitor.MONITORS` says what each monitor is; one that is a list
-stands as NAME/0, NAME/1, and so on.
+Losses are in nats per token. `fullrank.diagnose.monitors.MONITORS` says what each monitor is; one that is a
+list stands as NAME/0, NAME/1, and so on.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Preserved:
     kl: Estimate
     """KL(original || upgraded), nats per token."""
     largest: float
-    """Largest difference of a log-probability of the tokens that came, nats."""
+    """Largest difference of a log-probability of any token, nats."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

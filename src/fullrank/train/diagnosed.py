@@ -24,6 +24,7 @@ from torch import Tensor
 from fullrank.diagnose import anisotropy, logprob_rank, loss
 from fullrank.diagnose.anatomy import Anatomy
 from fullrank.diagnose.diagnosis import USUAL, Answers, Progress, Settings, answer, chosen_questions
+from fullrank.diagnose.monitors import sampled_log_probs
 from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Head, RowHead
@@ -33,7 +34,6 @@ from fullrank.train import checkpoint as checkpoints
 from fullrank.train.collected import OUTPUT, RunStates, Text, from_files, from_split, states_of, windows_of
 from fullrank.train.config import to_json
 from fullrank.train.folder import CHECKPOINTS, Run, open_run
-from fullrank.train.monitor import sampled_log_probs
 
 
 def diagnose_run(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullrank.diagnose import monitors
 from fullrank.errors import FullrankError
 from fullrank.models import LanguageModel
 from fullrank.train import batches, checkpoint, data, evaluate, folder, monitor, optimiser, weights
@@ -177,7 +178,7 @@ class Session:
         """Validation tokens that monitors look at: rows from all over the split."""
         tokens = self.corpus.splits["valid"].tokens
         length = min(self.config.length, len(tokens))
-        wanted = monitor.contexts_wanted(self.learner.bare.head)
+        wanted = monitors.contexts_wanted(self.learner.bare.head)
         rows = max(1, min(-(-wanted // length) + 1, len(tokens) // length))
         starts = [round(row * (len(tokens) - length) / max(1, rows - 1)) for row in range(rows)]
         return torch.stack(
