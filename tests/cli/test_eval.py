@@ -14,6 +14,7 @@ import tyro
 
 from fullrank import results
 from fullrank.cli.eval import Eval, evaluate
+from fullrank.corpus.vocabulary import Words
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import build
 from fullrank.models import LanguageModel
@@ -24,7 +25,6 @@ from fullrank.train.cache import Cache
 from fullrank.train.config import Config
 from fullrank.train.dynamic import Dynamic
 from fullrank.train.evaluate import evaluate as plainly
-from fullrank.train.vocabulary import Words
 
 V = 9
 

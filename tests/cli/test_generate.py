@@ -11,13 +11,13 @@ import torch
 import tyro
 
 from fullrank.cli.generate import Generate, generate
+from fullrank.corpus.vocabulary import Words
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import build
 from fullrank.models import LanguageModel
 from fullrank.models.awd_lstm import AwdLstm
 from fullrank.train import folder
 from fullrank.train.generate import generate as sample
-from fullrank.train.vocabulary import Words
 
 
 @pytest.fixture

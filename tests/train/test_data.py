@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fullrank.corpus.vocabulary import Bpe
 from fullrank.errors import FullrankError
 from fullrank.train import data, sources, text_files
 from fullrank.train.config import DataConfig
 from fullrank.train.data import Corpus, load, prepare
-from fullrank.train.vocabulary import Bpe
 
 TRAIN = "the cat sat\nthe dog sat\n"
 WORDS = DataConfig()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fullrank import results
+from fullrank.corpus.vocabulary import Words
 from fullrank.diagnose.diagnosis import NOT_ASKED, QUICK, Settings
 from fullrank.errors import FullrankError
 from fullrank.results.diagnosis import QUESTIONS, Diagnosis
@@ -23,7 +24,6 @@ from fullrank.train.evaluate import evaluate, token_losses
 from fullrank.train.folder import CHECKPOINTS, open_run
 from fullrank.train.loop import Options, train
 from fullrank.train.recipes import recipe
-from fullrank.train.vocabulary import Words
 
 WORDS = 60
 D = 6

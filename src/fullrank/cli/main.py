@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from fullrank.cli.collapse import Collapse, collapse
+from fullrank.cli.corpus import Corpus, corpus
 from fullrank.cli.demo import Demo, demo
 from fullrank.cli.diagnose import Diagnose, diagnose
 from fullrank.cli.eval import Eval, evaluate
 from fullrank.cli.generate import Generate, generate
 from fullrank.cli.report import Report, report
 from fullrank.cli.series import Series, series
+from fullrank.cli.study import Study, study
 from fullrank.cli.train import Train, train
 from fullrank.cli.upgrade import Upgrade, upgrade
 from fullrank.errors import FullrankError
@@ -31,6 +33,8 @@ COMMANDS: dict[type, Callable[[Any], None]] = {
     Generate: generate,
     Upgrade: upgrade,
     Collapse: collapse,
+    Corpus: corpus,
+    Study: study,
     Report: report,
     Demo: demo,
 }
@@ -70,6 +74,8 @@ def run(arguments: list[str]) -> int:
         | Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Upgrade, tyro.conf.subcommand("upgrade")]
         | Annotated[Collapse, tyro.conf.subcommand("collapse")]
+        | Annotated[Corpus, tyro.conf.subcommand("corpus")]
+        | Annotated[Study, tyro.conf.subcommand("study")]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Demo, tyro.conf.subcommand("demo")],
         prog="fullrank",

@@ -1,4 +1,4 @@
-"""`fullrank report`: draw the page of a results.json again, or of several diagnoses side by side."""
+"""`fullrank report`: draw the page of a results.json again, or of several diagnoses or corpora in one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import tyro
 class Report:
     """Draw report.html again from the results.json that a command wrote.
 
-    With several diagnoses, draw one page that shows the models side by side."""
+    With several diagnoses, or several corpora, draw one page that shows them side by side."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Directories that hold a results.json, or such files: one, or several diagnoses."""
+    """Directories that hold a results.json, or such files: one, or several diagnoses or corpora."""
 
     out: Path | None = None
     """Page to write: report.html beside the results of one run, comparison.html here for several."""
@@ -38,10 +38,18 @@ def report(options: Report) -> None:
         _check_target(target)
         page.write(*loaded[0], target)
     else:
+        # Corpora stand side by side as diagnoses do, but not both on one page.
+        corpora = loaded[0][0].kind == results.Corpus.kind
+        expected = results.Corpus.kind if corpora else results.Diagnosis.kind
         for file, (record, _) in zip(files, loaded, strict=True):
-            if record.kind != results.Diagnosis.kind:
+            if record.kind != expected:
+                beside = (
+                    "only corpora stand beside a corpus"
+                    if corpora
+                    else "only diagnoses can stand side by side"
+                )
                 raise FullrankError(
-                    f"{file} holds a {record.kind!r}, only diagnoses can stand side by side: leave it out, "
+                    f"{file} holds a {record.kind!r}, {beside}: leave it out, "
                     f"or draw it alone with `fullrank report {file.parent}`"
                 )
         target = options.out or Path("comparison.html")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fullrank.errors import FullrankError
+from fullrank.report.corpus_charts import looks
+from fullrank.report.corpus_page import corpora_page, corpus_page
 from fullrank.report.diagnosis_page import comparison_page, diagnosis_page
 from fullrank.report.ladder_page import ladder_page
 from fullrank.report.page import Page, html
@@ -19,6 +21,8 @@ from fullrank.report.training_page import training_page, trainings_page
 from fullrank.report.upgrade_page import collapse_page, upgrade_page
 from fullrank.results import (
     Collapse,
+    Corpora,
+    Corpus,
     Diagnosis,
     Ladder,
     Provenance,
@@ -37,6 +41,8 @@ _PAGES: dict[str, Callable[[Any], Page]] = {
     Trainings.kind: trainings_page,
     Upgrade.kind: upgrade_page,
     Collapse.kind: collapse_page,
+    Corpus.kind: corpus_page,
+    Corpora.kind: corpora_page,
 }
 
 
@@ -54,14 +60,20 @@ def render(record: Any, made: Provenance) -> str:
 
 
 def write_comparison(records: Sequence[Any], made: Sequence[Provenance], path: Path) -> None:
-    """Write one page that shows several diagnoses side by side, whole or not at all."""
+    """Write one page that shows several diagnoses, or several corpora, side by side, whole or not at all."""
     write_whole(path, render_comparison(records, made))
 
 
 def render_comparison(records: Sequence[Any], made: Sequence[Provenance]) -> str:
-    """Several diagnoses side by side as HTML."""
+    """Several diagnoses, or several corpora, side by side as HTML."""
+    if records and all(isinstance(record, Corpus) for record in records):
+        page = corpora_page(Corpora(title="", corpora=tuple(records), notes=()))
+        names = [look.name for look in looks(records)]
+        return html(page, dict(zip(names, made, strict=True)))
     for record in records:
         if not isinstance(record, Diagnosis):
             kind = getattr(record, "kind", type(record).__name__)
-            raise FullrankError(f"only diagnoses can stand side by side, got a {kind!r}: draw its page alone")
+            raise FullrankError(
+                f"only diagnoses, or only corpora, stand side by side, got a {kind!r}: draw its page alone"
+            )
     return html(comparison_page(records), dict(zip(names_of(records), made, strict=True)))

@@ -1,5 +1,6 @@
 """Result records, and how they are written and read. Knows no torch."""
 
+from fullrank.results.corpus import Corpora, Corpus, CorpusCurve, CorpusNull
 from fullrank.results.diagnosis import QUESTIONS, Diagnosis, Estimate
 from fullrank.results.evaluation import Evaluated
 from fullrank.results.files import (
@@ -18,12 +19,16 @@ from fullrank.results.training_log import is_run, read_log
 from fullrank.results.upgrade import Collapse, Upgrade
 
 KINDS.update({record.kind: record for record in (Ladder, Diagnosis, Series, Training, Trainings, Evaluated)})
-KINDS.update({record.kind: record for record in (Upgrade, Collapse)})
+KINDS.update({record.kind: record for record in (Upgrade, Collapse, Corpus, Corpora)})
 
 __all__ = [
     "KINDS",
     "QUESTIONS",
     "Collapse",
+    "Corpora",
+    "Corpus",
+    "CorpusCurve",
+    "CorpusNull",
     "Diagnosis",
     "Estimate",
     "Evaluated",

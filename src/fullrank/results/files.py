@@ -116,6 +116,16 @@ def load(path: Path) -> tuple[Any, Provenance]:
         ) from error
 
 
+def to_plain(record: Any) -> Any:
+    """A record, or a part of one, as what JSON can hold."""
+    return _plain(record)
+
+
+def from_plain(cls: type[Record], data: Any) -> Record:
+    """The inverse of `to_plain`."""
+    return _build(cls, data)
+
+
 def check_writable(directory: Path) -> None:
     """Raise before long work, not after it, where its results could not be written."""
     there = directory.absolute()

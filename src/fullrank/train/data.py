@@ -29,14 +29,14 @@ from typing import Any
 
 import numpy as np
 
+from fullrank.corpus import vocabulary as vocabularies
+from fullrank.corpus.vocabulary import Bpe, Bytes, Vocabulary, Words
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
 from fullrank.train import sources as texts
 from fullrank.train import text_files
-from fullrank.train import vocabulary as vocabularies
 from fullrank.train.config import DataConfig
 from fullrank.train.sources import SPLITS, Sources
-from fullrank.train.vocabulary import Bpe, Bytes, Vocabulary, Words
 
 Progress = Callable[[str, float], None]
 """Hears what is done and the share of it that is done."""

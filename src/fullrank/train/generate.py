@@ -15,11 +15,11 @@ import math
 import torch
 from torch import Tensor
 
+from fullrank.corpus.vocabulary import Vocabulary
 from fullrank.errors import FullrankError
 from fullrank.models import LanguageModel
 from fullrank.models.body import Carried
 from fullrank.train.evaluate import in_eval_mode
-from fullrank.train.vocabulary import Vocabulary
 
 POINTED = 256
 """Tokens that a pointing head sees over a recurrent body."""

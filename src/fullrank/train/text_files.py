@@ -10,23 +10,16 @@ from __future__ import annotations
 import codecs
 import contextlib
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from fullrank.corpus.cuts import LONGEST, last_cut
 from fullrank.errors import FullrankError
 
 READ = 1 << 20
 """Bytes read at once."""
-LONGEST = 16 << 20
-"""Characters after which a block ends wherever it is, if no place between two words came."""
-
-# Between two words: after one line break or before one space, with a character on either side. There words
-# end, and so do the pieces into which GPT-2's tokeniser and its heirs split a text before they merge bytes: a
-# space belongs to the word after it, and of several line breaks the last stands alone only before a word.
-_CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,20 +156,9 @@ def blocks(part: Part) -> Iterator[str]:
                 ) from error
             if not left:
                 break
-            cut = _last_cut(pending)
+            cut = last_cut(pending, LONGEST)
             if cut:
                 yield pending[:cut]
                 pending = pending[cut:]
     if pending:
         yield pending
-
-
-def _last_cut(text: str) -> int:
-    """The last place between two words, 0 if there is none and the text is not too long to wait for one."""
-    for begin in (max(0, len(text) - 4096), 0):
-        last = 0
-        for match in _CUT.finditer(text, begin):
-            last = match.start()
-        if last:
-            return last
-    return len(text) if len(text) >= LONGEST else 0

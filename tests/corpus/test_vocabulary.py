@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullrank.corpus import vocabulary
+from fullrank.corpus.cuts import CUT
+from fullrank.corpus.vocabulary import Bpe, Bytes, Vocabulary, Words
 from fullrank.errors import FullrankError
-from fullrank.train import vocabulary
-from fullrank.train.text_files import _CUT
-from fullrank.train.vocabulary import Bpe, Bytes, Vocabulary, Words
 
 TEXT = "the cat sat\n the  dog\tsat \n\nä cat\n"
 PROSE = [f"line {n % 7} of some plain text, {n * n} times over" + "\n" * (1 + n % 3) for n in range(400)]
@@ -110,7 +110,7 @@ def test_a_text_cannot_end_itself(bpe: Bpe, tmp_path: Path) -> None:
 
 
 def test_bpe_is_the_same_in_another_process_with_other_threads(bpe: Bpe) -> None:
-    script = f"from fullrank.train.vocabulary import Bpe\nprint(Bpe.train({PROSE!r}, 400).digest())"
+    script = f"from fullrank.corpus.vocabulary import Bpe\nprint(Bpe.train({PROSE!r}, 400).digest())"
     for threads in ("1", "3"):
         environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
         done = subprocess.run(
@@ -125,7 +125,7 @@ def test_bpe_is_the_same_in_another_process_with_other_threads(bpe: Bpe) -> None
 def test_blocks_cut_between_words_leave_bpe_as_it_is(bpe: Bpe) -> None:
     assert len(bpe.encode("\n\n", end=False)) == 1
     text = "".join(PROSE[:40]) + "two\n\nbreaks,   spaces ' s don't \n indented\r\nlast"
-    places = [0, *(match.start() for match in _CUT.finditer(text)), len(text)]
+    places = [0, *(match.start() for match in CUT.finditer(text)), len(text)]
     assert len(places) > 100
     blocks = [text[low:high] for low, high in itertools.pairwise(places)]
     assert np.concatenate([piece.ids for piece in bpe.stream(blocks)]).tolist() == bpe.encode(text)

@@ -1,0 +1,267 @@
+"""Spectra of tables against a dense SVD of the definition, and the approximate path against the exact one."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullrank.corpus.counts import Counts
+from fullrank.corpus.gram import Gram
+from fullrank.corpus.spectrum import SHARES, Effort, Spectrum, grid_of, spectrum
+from fullrank.corpus.table import CONSTRUCTIONS, table
+from fullrank.errors import FullrankError
+
+LEAST = 2
+
+
+def counts_of(rows: list[dict[int, int]], vocabulary: int) -> Counts:
+    pairs = [sorted(row.items()) for row in rows]
+    return Counts(
+        indptr=np.cumsum([0, *map(len, pairs)]).astype(np.int64),
+        next=np.array([token for row in pairs for token, _ in row], dtype=np.int32),
+        count=np.array([count for row in pairs for _, count in row], dtype=np.int64),
+        vocabulary=vocabulary,
+        tokens=sum(count for row in pairs for _, count in row),
+    )
+
+
+def reference(rows: list[dict[int, int]], V: int, construction: str, prior: float | None) -> np.ndarray:
+    """The table as its definition says, dense."""
+    k = np.zeros((len(rows), V))
+    for place, row in enumerate(rows):
+        for token, count in row.items():
+            k[place, token] = count
+    n = k.sum(axis=1, keepdims=True)
+    if construction == "weighted":
+        return k / np.sqrt(n)
+    if construction == "frequent":
+        return (k / n)[n[:, 0] >= LEAST]
+    if construction == "log":
+        assert prior is not None
+        unigram = (k.sum(axis=0) + 1) / (k.sum() + V)
+        log = np.log((k + prior * unigram) / (n + prior))
+        return log - log.mean(axis=1, keepdims=True)
+    return k / n
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> tuple[list[dict[int, int]], int]:
+    """Rows with repetitions, columns that nothing touches, single contexts, wide and narrow tables."""
+    V = draw(st.integers(1, 24))
+    row = st.dictionaries(st.integers(0, V - 1), st.integers(1, 5), min_size=1, max_size=min(V, 12))
+    rows = draw(st.lists(row, min_size=1, max_size=30))
+    again = draw(st.lists(st.sampled_from(rows), max_size=10))
+    return rows + again, V
+
+
+def check(found: Spectrum, dense: np.ndarray) -> None:
+    sigma = np.linalg.svd(dense, compute_uv=False) if dense.size else np.zeros(0)
+    norm = np.linalg.norm(dense)
+    assert found.norm == pytest.approx(norm, rel=1e-9, abs=1e-5)
+    assert found.contexts == len(dense)
+    if norm < 1e-6:
+        assert found.norm == 0
+        return
+    assert len(found.singular_values) == min(dense.shape)
+    # A Gram matrix squares the condition number: 1e-8 of the largest is what fp64 leaves.
+    np.testing.assert_allclose(found.singular_values, sigma, atol=2e-7 * sigma[0], rtol=1e-9)
+    errors = np.sqrt(np.append(np.cumsum((sigma**2)[::-1])[::-1], 0.0)) / norm
+    expected = [errors[min(d, len(sigma))] for d in found.grid]
+    np.testing.assert_allclose(found.relative_error, expected, atol=2e-7)
+    for name, share in SHARES.items():
+        one = found.dimensions[name]
+        assert one.low == one.value == one.high
+        # Equal up to rounding is reached, on either side of an exact tie.
+        assert errors[one.value] <= share * (1 + 1e-6) + 1e-7
+        assert one.value == 0 or errors[one.value - 1] >= share * (1 - 1e-6) - 1e-7
+        assert one.value - 1 <= one.real <= one.value + 1e-6
+        # And of what the first dimension leaves.
+        beyond = found.beyond_first[name].value
+        if errors[1] > 1e-4:
+            assert errors[beyond] <= share * errors[1] * (1 + 1e-6) + 1e-7
+
+
+@settings(max_examples=60, deadline=None)
+@given(corpora(), st.sampled_from(CONSTRUCTIONS))
+def test_equals_a_dense_svd(corpus: tuple[list[dict[int, int]], int], construction: str) -> None:
+    rows, V = corpus
+    made = table(counts_of(rows, V), construction, least=LEAST)
+    dense = reference(rows, V, construction, made.strength)
+    if len(dense) == 0:
+        with pytest.raises(FullrankError, match="no rows"):
+            spectrum(made)
+        return
+    check(spectrum(made), dense)
+
+
+@settings(max_examples=30, deadline=None)
+@given(corpora(), st.sampled_from(CONSTRUCTIONS))
+def test_the_operator_is_the_gram_matrix(corpus: tuple[list[dict[int, int]], int], construction: str) -> None:
+    rows, V = corpus
+    made = table(counts_of(rows, V), construction, least=LEAST)
+    dense = reference(rows, V, construction, made.strength)
+    gram, operator = dense.T @ dense, Gram(made)
+    joined = gram[np.ix_(operator.columns, operator.columns)]
+    scale = 1e-10 * max(np.abs(gram).max(initial=0.0), operator.scale, 1e-300)
+    np.testing.assert_allclose(operator.dense(), joined, atol=scale)
+    np.testing.assert_allclose(operator.apply(np.eye(operator.size)), joined, atol=scale)
+    np.testing.assert_allclose(operator.diagonal, np.diag(joined), atol=scale)
+    # What is left out meets nothing.
+    alone = np.setdiff1d(np.arange(V), operator.columns)
+    np.testing.assert_allclose(gram[np.ix_(alone, operator.columns)], 0.0, atol=scale)
+    np.testing.assert_allclose(operator.alone, np.sort(np.diag(gram)[alone])[::-1], atol=scale)
+
+
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+@pytest.mark.parametrize(
+    ("rows", "V"),
+    [
+        ([{0: 3}] * 5, 1),
+        ([{2: 4}] * 3, 6),
+        ([{0: 2, 3: 2}], 5),
+        ([{1: 1, 2: 1}] * 4, 3),
+        ([{0: 2}, {1: 2}, {2: 2}, {3: 2}], 4),
+    ],
+    ids=["one token", "one token of six", "a single context", "equal rows", "no branching row"],
+)
+def test_degenerate_corpora(construction: str, rows: list[dict[int, int]], V: int) -> None:
+    made = table(counts_of(rows, V), construction, least=LEAST)
+    check(spectrum(made), reference(rows, V, construction, made.strength))
+
+
+def test_dimensions_by_hand() -> None:
+    # Four orthogonal rows of equal norm: half of the error is left after three of them, by a tie.
+    found = spectrum(table(counts_of([{0: 1}, {1: 1}, {2: 1}, {3: 1}], 4), "probability"))
+    assert {name: one.value for name, one in found.dimensions.items()} == {"50": 3, "90": 4, "99": 4}
+    assert found.singular_values == (1.0, 1.0, 1.0, 1.0)
+    assert found.norm == 2.0
+
+
+def zipf(V: int, seed: int, contexts: int = 12_000) -> Counts:
+    """Contexts with heavy-tailed counts, each with a favourite token and a share of the unigram."""
+    generator = np.random.default_rng(seed)
+    share = np.cumsum(1 / np.arange(1, V + 1))
+    totals = np.minimum((1 - generator.random(contexts)) ** (-1 / 1.2), 3000).astype(int)
+    row = np.repeat(np.arange(contexts), totals)
+    drawn = [np.searchsorted(share, generator.random(size) * share[-1]) for size in (len(row), contexts)]
+    token = np.where(generator.random(len(row)) < 0.5, drawn[1][row], drawn[0])
+    key, count = np.unique(row * V + token, return_counts=True)
+    widths = np.bincount(key // V, minlength=contexts)
+    return Counts(
+        indptr=np.concatenate([[0], np.cumsum(widths)]).astype(np.int64),
+        next=(key % V).astype(np.int32),
+        count=count.astype(np.int64),
+        vocabulary=V,
+        tokens=len(row),
+    )
+
+
+def misses(found: Spectrum, exact: Spectrum) -> tuple[int, int]:
+    """How many figures lie outside their limits, of how many."""
+    outside = number = 0
+    for kind in ("dimensions", "beyond_first"):
+        for name, one in getattr(found, kind).items():
+            number += 1
+            outside += not one.low <= getattr(exact, kind)[name].value <= one.high
+    for low, value, high in zip(
+        found.relative_error_low, exact.relative_error, found.relative_error_high, strict=True
+    ):
+        number += 1
+        outside += not low * (1 - 1e-5) - 1e-7 <= value <= high * (1 + 1e-5) + 1e-7
+    return outside, number
+
+
+QUICK = Effort(leading=32, batches=1, steps=(32, 48), most_exact=0)
+
+
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_limits_hold_the_exact_figures(construction: str) -> None:
+    made = table(zipf(400, 1, contexts=2500), construction, least=LEAST)
+    exact = spectrum(made)
+    assert exact.method == "exact"
+    outside = number = 0
+    for seed in range(2):
+        found = spectrum(made, seed=seed, effort=QUICK)
+        assert found.method == "lanczos"
+        sigma = np.array(found.singular_values)
+        assert len(sigma) >= 32
+        np.testing.assert_allclose(
+            sigma, exact.singular_values[: len(sigma)], atol=found.singular_value_error, rtol=1e-9
+        )
+        assert found.norm == pytest.approx(exact.norm, rel=1e-12)
+        missed, of = misses(found, exact)
+        outside, number = outside + missed, number + of
+        # Limits that hold because they say nothing would be no limits.
+        for name, one in found.dimensions.items():
+            assert one.high - one.low <= 0.1 * 400, (construction, name)
+    assert outside == 0, number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_limits_hold_for_many_seeds(construction: str) -> None:
+    outside = number = 0
+    for corpus in range(2):
+        made = table(zipf(2000, corpus), construction, least=LEAST)
+        exact = spectrum(made)
+        for seed in range(20):
+            missed, of = misses(spectrum(made, seed=seed, effort=QUICK), exact)
+            outside, number = outside + missed, number + of
+    # They are limits of 99.9%, and the figures of one spectrum hang together.
+    assert outside <= 0.004 * number
+
+
+def test_more_probes_and_steps_narrow_the_limits() -> None:
+    made = table(zipf(700, 2, contexts=4000), "weighted")
+    quick = spectrum(made, effort=Effort(leading=16, batches=1, steps=(12,), most_exact=0))
+    careful = spectrum(made, effort=Effort(leading=64, batches=4, steps=(32, 64, 128), most_exact=0))
+    for name in SHARES:
+        one, other = careful.dimensions[name], quick.dimensions[name]
+        assert one.high - one.low <= other.high - other.low
+        assert other.low <= one.high
+        assert one.low <= other.high
+    assert quick.dimensions["90"].high - quick.dimensions["90"].low > 5
+
+
+def test_memory_decides_the_method() -> None:
+    made = table(zipf(700, 3, contexts=4000), "probability")
+    needed = 8 * Gram(made).size ** 2
+    assert spectrum(made, memory_bytes=4 * needed).method == "exact"
+    assert spectrum(made, memory_bytes=int(0.9 * needed), effort=QUICK).method == "lanczos"
+    with pytest.raises(FullrankError, match=r"too little: allow \d+\.\d GB"):
+        spectrum(made, memory_bytes=100_000, effort=QUICK)
+
+
+def test_same_seed_same_figures_and_progress_rises() -> None:
+    made = table(zipf(700, 4, contexts=4000), "probability")
+    told: list[tuple[str, float]] = []
+    found = [
+        spectrum(made, seed=7, effort=QUICK, progress=lambda stage, share: told.append((stage, share)))
+        for _ in range(2)
+    ]
+    assert found[0].relative_error == found[1].relative_error
+    assert found[0].dimensions == found[1].dimensions
+    assert all(0 <= share <= 1 for _, share in told)
+    assert {stage.split(": ")[1] for stage, _ in told} == {"leading values", "tail"}
+
+
+@given(st.integers(1, 200_000))
+def test_grid(V: int) -> None:
+    grid = grid_of(V)
+    assert grid[0] == 1
+    assert grid[-1] == V
+    assert list(grid) == sorted(set(grid))
+    assert len(grid) <= 80
+
+
+def test_real_dimension_is_where_the_line_meets_the_bound() -> None:
+    # Squares 4, 1 of a total of 5: a quarter, 1.25, is left 0.25 before the end of the first.
+    rows = [{0: 2}, {1: 1}]
+    found = spectrum(table(counts_of(rows, 2), "weighted")).dimensions["50"]
+    squares = np.array([2.0, 1.0])
+    bound = 0.25 * squares.sum()
+    assert found.value == 2
+    assert found.real == pytest.approx(1 + (squares[1] - bound) / squares[1], abs=1e-6)
+    assert math.ceil(found.real) == found.value
