@@ -100,6 +100,17 @@ def test_what_a_kill_during_the_first_second_leaves_is_no_obstacle(tmp_path: Pat
     assert sorted(one.name for one in tmp_path.iterdir()) == [".lock", "tokens"]
 
 
+def test_a_run_begun_before_a_setting_existed_goes_on_with_its_default(tmp_path: Path) -> None:
+    folder.claim(tmp_path, config(), "one")
+    checkpoint.write(tmp_path / "checkpoints", "step", 3, {"model": {"a": torch.ones(1)}}, {})
+    document = json.loads((tmp_path / "config.json").read_text())
+    del document["config"]["head"]["lift"]
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    folder.check(tmp_path, config(), "one")
+    with pytest.raises(FullrankError, match=r"head.lift was 0.0 and is 2.0"):
+        folder.check(tmp_path, config("head.lift=2"), "one")
+
+
 def test_another_config_or_other_data_is_refused(tmp_path: Path) -> None:
     folder.claim(tmp_path, config(), "one")
     # Nothing was trained yet: it may be begun otherwise.

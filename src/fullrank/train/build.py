@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,17 +30,20 @@ def build(config: Config, vocab: int) -> LanguageModel:
 
 
 @torch.no_grad()
-def start_at_unigram(head: Head, counts: np.ndarray) -> None:
+def start_at_unigram(head: Head, counts: np.ndarray, *, lift: float = 0.0) -> None:
     """Let the bias give every token its frequency in training, counted [V], one added to each.
 
     Adam moves a bias by about the rate a step, and log-frequencies lie up to ten nats apart: from zero, the
     first thousand steps would go into learning them.
+
+    Softmax does not see a constant added to all scores; f(z) = z + log sigmoid(z) does: it is z where scores
+    are large, 2 z where they are small, and curved between. `lift` says where on it the tokens start.
     """
     if head.decoder.bias is None:
         return
     frequency = torch.from_numpy((counts + 1.0) / (counts.sum() + len(counts)))
     bent = isinstance(head, RowHead) and head.pointwise.kind == SIGSOFTMAX.kind
-    head.decoder.bias.copy_(unsigmoid(frequency) if bent else frequency.log())
+    head.decoder.bias.copy_(unsigmoid(frequency * math.exp(lift)) if bent else frequency.log())
 
 
 def unsigmoid(frequency: Tensor) -> Tensor:

@@ -84,6 +84,8 @@ class HeadConfig:
     bias: bool = True
     unigram: bool = True
     """Start the bias at the log frequency of every token in training."""
+    lift: float = 0.0
+    """Of sigsoftmax and moss: nats added to them, which moves the start along the curve of f."""
     as_published: bool = False
     """Contexts tanh(L h + l) as in the papers, instead of ours that start as the plain head."""
     tie: bool = True

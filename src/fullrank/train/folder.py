@@ -60,8 +60,10 @@ def check(path: Path, config: Config, digest: str) -> None:
     if not checkpoints.found(path / CHECKPOINTS, "step"):
         return
     was = _document(path)
-    if was["config"] != to_json(config):
-        before, now = flat(was["config"]), flat(to_json(config))
+    # Settings that came after the run was begun have their defaults in it.
+    begun = from_json(was["config"])
+    if begun != config:
+        before, now = flat(to_json(begun)), flat(to_json(config))
         changed = [
             f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
             for name in sorted(before.keys() | now.keys())

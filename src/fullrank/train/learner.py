@@ -53,7 +53,8 @@ class Learner:
             folder.restore(self.bare, stored.groups["model"], stored.path)
         elif config.head.unigram:
             tokens = corpus.splits["train"].tokens
-            start_at_unigram(self.bare.head, evaluate.token_counts(tokens, self.vocabulary))
+            counts = evaluate.token_counts(tokens, self.vocabulary)
+            start_at_unigram(self.bare.head, counts, lift=config.head.lift)
         self._spread(vocab_parallel=vocab_parallel, fsdp=fsdp)
         self.average: optimiser.Average | None = None
         self.carried: Carried = ()

@@ -94,13 +94,13 @@ def awd_lstm(head: str) -> Config:
             dropout_hidden=0.2, weight_drop=0.3,
         ),
         head=HeadConfig(name=head, components=10, width=width, private=80 if head == "trunk" else 0),
-        optimiser=OptimiserConfig(lr=2e-3, weight_decay=0.02, warmup=0.03),
-        batch=64, length=70, epochs=16.0, evaluate_batch=64, activation=1.0, temporal=0.5,
+        optimiser=OptimiserConfig(lr=8e-3, weight_decay=0.02, warmup=0.03),
+        batch=64, length=70, epochs=6.0, evaluate_batch=64, activation=1.0, temporal=0.5,
     )  # fmt: skip
 
 
 def transformer(size: str, head: str) -> Config:
-    """A Pythia of some size; `tiny` is ours, for two cores and two minutes."""
+    """A Pythia of some size; `tiny` is ours, for two cores and a few minutes."""
     layers, hidden, heads, inner = PYTHIA[size]
     tiny = size == "tiny"
     return Config(
