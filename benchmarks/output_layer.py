@@ -1,9 +1,11 @@
 """The mixture loss against plain torch, torch.compile and torch's own linear_cross_entropy, in one run.
 
     python -m benchmarks.output_layer --device cpu
+    python -m benchmarks.output_layer --device cuda [--only layer stages step decode] [--shapes 768x50304]
     python -m benchmarks.output_layer --device cuda --impl triton chunked
 
-Forward and backward of a mixture of K softmaxes, N tokens, width D, vocabulary V:
+On CUDA this is `gpu_suite.py`: every peer, the stages of our pass, training steps and decoding. What follows
+is the run on a CPU. Forward and backward of a mixture of K softmaxes, N tokens, width D, vocabulary V:
 
     fullrank     fullrank.mixture_nll
     eager        logits, log_softmax, logsumexp over the components, autograd
@@ -27,7 +29,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,10 +42,10 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.measure import MIB, quartiles, seconds
 from fullrank.ops import mixture_nll
 from fullrank.results import provenance, write_whole
 
-MIB = 1 << 20
 TIME_BAR, MEMORY_BAR = 0.9, 0.1
 VARIANTS = ("fullrank", "eager", "compiled", "torch", "products")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,6 +94,16 @@ class Config:
     """Where the figures go; results/output_layer_<device>.json by default."""
     peak: str = ""
     """Measure the peak memory of this variant alone and print it: how the measurement calls itself."""
+    only: tuple[Literal["layer", "stages", "step", "decode"], ...] = ()
+    """On CUDA: run these parts alone; the file keeps the others."""
+    shapes: tuple[str, ...] = ()
+    """On CUDA: DxV, for instance 768x50304; by default those of `gpu_settings.py`."""
+    without: tuple[str, ...] = ()
+    """On CUDA: implementations to leave out, for instance cce."""
+    deadline: float = 540.0
+    """On CUDA: seconds after which nothing more is started."""
+    tiny: bool = False
+    """Run all that CUDA runs with tiny sizes on any device, to see that it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,20 +191,6 @@ def make_step(variant: str, inputs: Inputs) -> Callable[[], None]:
         loss().backward()
 
     return run
-
-
-def seconds(step: Callable[[], None], device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    step()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def measure_times(
@@ -309,13 +306,6 @@ def summarise(
     return lines
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
 def show(config: Config, lines: dict[str, dict[str, Any]]) -> None:
     shape = config.shape
     table = Table(
@@ -364,6 +354,29 @@ def compare_implementations(config: Config) -> None:
     Console(width=max(120, Console().width)).print(table)
 
 
+def run_on_cuda(config: Config) -> int:
+    # Not before it is asked for: a CPU run needs none of it.
+    from benchmarks import gpu_settings, gpu_suite, gpu_table
+
+    only = config.only or gpu_settings.PARTS
+    if config.tiny:
+        out = config.out or Path("runs") / "output_layer_tiny.json"
+        settings = gpu_settings.tiny(out=out, device=config.device, only=only, compiler="eager")
+    elif not torch.cuda.is_available():
+        raise SystemExit(
+            "--device cuda needs a CUDA device, and torch sees none: run it on a machine with one"
+        )
+    else:
+        settings = gpu_settings.Settings(
+            device=config.device, out=config.out or Path("results") / "output_layer_cuda.json", only=only,
+            shapes=gpu_settings.parse_shapes(config.shapes), repeats=config.repeats, without=config.without,
+            deadline=config.deadline, seed=config.seed,
+        )  # fmt: skip
+    document = gpu_suite.run_suite(settings)
+    print(f"\n{document['device']}, {settings.out}\n\n{gpu_table.tables(document)}")
+    return 0
+
+
 def run(config: Config) -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -375,6 +388,8 @@ def run(config: Config) -> int:
     if config.peak:
         print(measure_peak(config))
         return 0
+    if config.tiny or config.device == "cuda":
+        return run_on_cuda(config)
     times, missing = measure_times(config)
     peaks = {variant: peak_in_a_process(config, variant) for variant in times if variant != "products"}
     lines = summarise(times, missing, peaks)
