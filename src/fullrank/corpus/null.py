@@ -19,7 +19,7 @@ from fullrank.corpus.counts import Counts
 from fullrank.corpus.spectrum import Effort
 from fullrank.corpus.table import Folded, spans
 
-EFFORT = Effort(leading=64, batches=1, most_exact=4000)
+EFFORT = Effort(leading=64, batches=1, brackets=False, most_exact=4000)
 """Of the null's spectrum: a line to hold the curve against."""
 
 
