@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fullrank.heads import build
+from fullrank.ops import mixture_nll
 
 SINGLE = {"moc": "softmax", "mos": "softmax", "trunk": "softmax", "doc": "softmax", "moss": "sigsoftmax"}
 """The head that one component of a mixture is alone."""
@@ -200,3 +201,25 @@ def test_very_unlikely_targets_keep_their_loss(cases: dict[str, Any]) -> None:
     loss = head(inputs.states, torch.full_like(inputs.targets, 5))
     assert loss.item() > 250.0
     assert math.isfinite(loss.item())
+
+
+@pytest.mark.parametrize("name", ["mos", "moss", "trunk", "doc"])
+def test_a_head_leaves_out_rows_of_small_share(cases: dict[str, Any], name: str) -> None:
+    """`row_skip` reaches the loss: W's gradient is that of the rows above the bound, the loss stays."""
+    head = cases[name].build().double()
+    assert head.row_skip == 0.0
+    inputs = cases[name].inputs(head, (4, 3), dtype=torch.float64)
+    losses, gradients = [], []
+    for bound in (0.0, 0.6):
+        head.row_skip = bound
+        loss = head(inputs.states, inputs.targets)
+        losses.append(loss.item())
+        gradients.append(torch.autograd.grad(loss, head.decoder.weight)[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    rows, log_prior = head._flat_rows(inputs.each)
+    want = mixture_nll(
+        rows, log_prior, head.decoder.weight, inputs.targets.flatten(),
+        bias=head.decoder.bias, pointwise=head.pointwise, row_skip=0.6,
+    )  # fmt: skip
+    assert torch.equal(gradients[1], torch.autograd.grad(want, head.decoder.weight)[0])
+    assert (gradients[1] - gradients[0]).norm() > 0.01 * gradients[0].norm()

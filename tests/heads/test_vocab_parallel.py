@@ -443,6 +443,13 @@ def test_frozen_rows_stay_frozen():
     assert not any(parameter.requires_grad for parameter in shard(head).inner.decoder.parameters())
 
 
+def test_row_skipping_is_refused():
+    head = shard(build("mos", hidden=H, vocab=V, components=3))
+    head.inner.row_skip = 0.01
+    with pytest.raises(FullrankError, match=r"row_skip=0.01 is not served with W split.* row_skip to 0"):
+        head(torch.zeros(2, H), torch.zeros(2, dtype=torch.long))
+
+
 if __name__ == "__main__":
     # Not through an orderly exit: a process that waits for others would be waited for.
     code = main(Path(sys.argv[1]))

@@ -228,6 +228,28 @@ def test_some_gradients_and_ignored_tokens(make_problem, tools, trained, reducti
         torch.testing.assert_close(found[name], gradients[name], rtol=1e-5, atol=1e-6)
 
 
+@interpreter
+@every_function
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [512, 8], ids=["whole", "chunks"])
+def test_skipped_rows(make_problem, tools, monkeypatch, kind, dtype, rows):
+    """Rows of small share leave the buffer that the kernel filled, as they leave the plain one."""
+    monkeypatch.setattr("fullrank.ops.plan.MOST_ROWS", {"cpu": rows})
+    monkeypatch.setattr("fullrank.ops.plan.COPY_BYTES", 600)
+    monkeypatch.setattr("fullrank.ops.skipping.MOVING_WIDTH", {"cpu": 0})
+    problem = make_problem(9, 4, 24, 90, kind=kind, dtype=dtype, bias=True, token_weight=True)
+    problem.targets[4] = -100
+    truth, exact = (
+        tools.differentiate(problem.to(torch.float64), lambda p, skip=skip: p.nll(row_skip=skip))[1]
+        for skip in (0.05, 0.0)
+    )
+    _, found = tools.differentiate(problem, lambda p: p.nll(row_skip=0.05, impl="triton"))
+    assert torch.equal(found["rows"] == 0, truth["rows"] == 0)
+    assert tools.relative_error(truth["weight"], exact["weight"]) > 1e-3
+    for name in ("rows", "log_prior", "weight", "bias"):
+        assert tools.relative_error(found[name], truth[name]) < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
 def test_what_cannot_be_served_says_why(make_problem):
     problem = make_problem(4, 2, 3, 9, dtype=torch.float32)
     if not INTERPRETED:
@@ -396,6 +418,45 @@ def test_cuda_more_scores_than_int32_can_index():
     )
 
 
+@gpu(every_function, every_dtype)
+def test_cuda_skipped_rows(kind, dtype, monkeypatch):
+    """The kernel's buffer loses the rows that the plain one loses; small shares are known to fp32."""
+    monkeypatch.setattr("fullrank.ops.skipping.DEVICE_MOVING_WIDTH", 0)
+    *tensors, targets = draw(301, 4, 72, 5003, dtype)
+    targets[::9] = -100
+    options = {"pointwise": FUNCTIONS[kind], "row_skip": 0.1}
+    found = differentiate(tensors, targets, **options, impl="triton")
+    for want in (
+        differentiate(tensors, targets, **options, impl="chunked"),
+        differentiate(tensors, targets, **options, impl="chunked", workspace=4 * MIB),
+    ):
+        assert error(found[0], want[0]) < 1e-5
+        for got, exact in zip(found[1:], want[1:], strict=True):
+            assert error(got, exact) < (1e-4 if dtype == torch.float32 else 2e-2)
+    skipped = (found[1] == 0).all(2)[targets >= 0]
+    assert 0.2 < skipped.double().mean() < 0.8
+
+
+@gpu()
+def test_cuda_skipping_waits_once_more_a_chunk():
+    *tensors, targets = draw(64, 4, 64, 1001, torch.bfloat16)
+
+    def step():
+        return differentiate(tensors, targets, impl="triton", row_skip=0.2)
+
+    step()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchronizing CUDA operation") as seen:
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in seen if "synchronizing" in str(w.message)]) == 2
+
+
 @gpu()
 def test_cuda_autocast():
     *tensors, targets = draw(150, 2, 64, 4001, torch.float32)
@@ -434,9 +495,10 @@ def test_cuda_graph_of_forward_and_backward(weighted):
     rows, prior, weight, targets = draw(256, 3, 64, 4001, torch.bfloat16)
     leaves = [t.requires_grad_() for t in (rows, prior, weight)]
     token_weight = torch.rand(256, device="cuda") + 0.5 if weighted else None
+    skip = 0.3
 
     def step() -> list[Tensor]:
-        loss = mixture_nll(*leaves, targets, token_weight=token_weight, impl="triton")
+        loss = mixture_nll(*leaves, targets, token_weight=token_weight, impl="triton", row_skip=skip)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
     side = torch.cuda.Stream()
@@ -448,6 +510,8 @@ def test_cuda_graph_of_forward_and_backward(weighted):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
+    # A captured graph skips nothing.
+    skip = 0.0
     with torch.no_grad():
         rows.copy_(torch.randn_like(rows))
         targets.copy_(torch.randint(4001, (256,), device="cuda"))

@@ -211,6 +211,8 @@ class RowHead(Head):
     """A head that is rows, a prior and a pointwise function over one matrix."""
 
     components: int = 1
+    row_skip: float = 0.0
+    """Rows with a posterior share of at most this may be left out of the gradients: see `ops.mixture_nll`."""
 
     @abstractmethod
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -240,7 +242,7 @@ class RowHead(Head):
             rows, log_prior, decoder.weight, labels.targets.flatten(),
             bias=decoder.bias, pointwise=self.pointwise, reduction=labels.reduction,
             token_weight=None if weight is None else weight.flatten(),
-            ignore_index=labels.ignore_index, return_stats=labels.stats,
+            ignore_index=labels.ignore_index, return_stats=labels.stats, row_skip=self.row_skip,
         )  # type: ignore[call-overload]  # fmt: skip
         loss, stats = result if labels.stats else (result, None)
         return loss.view(labels.targets.shape) if labels.reduction == "none" else loss, stats

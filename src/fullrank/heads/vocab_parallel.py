@@ -172,6 +172,11 @@ class VocabParallelHead(Head):
     def _loss(
         self, states: list[Tensor], labels: Labels, context: Tensor | None
     ) -> tuple[Tensor, TokenStats | None]:
+        if self.inner.row_skip:
+            raise FullrankError(
+                f"row_skip={self.inner.row_skip} is not served with W split over processes: set the head's "
+                "row_skip to 0"
+            )
         rows, log_prior = self._gather_rows(states, labels.targets, labels.token_weight)
         targets, weight = labels.targets.flatten(), labels.token_weight
         every = _gathered(targets, self.group)

@@ -9,6 +9,7 @@ from fullrank.ops.pointwise import (
     Pointwise,
     Softcap,
 )
+from fullrank.ops.shares import posterior_shares
 
 __all__ = [
     "IDENTITY",
@@ -21,4 +22,5 @@ __all__ = [
     "linear_logprob",
     "mixture_log_probs",
     "mixture_nll",
+    "posterior_shares",
 ]

@@ -93,6 +93,7 @@ def mixture(
     needs: Sequence[bool],
     workspace: int | None,
     impl: str = "auto",
+    row_skip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss, nll [N], argmax [N], entropy [N], factor, then the gradients of the differentiable inputs."""
     # Inside the operator, where the values are known even under torch.compile.
@@ -111,7 +112,7 @@ def mixture(
         rows, log_prior, weight, counted.targets, bias, None if share is None else share / largest,
         from_parts(kind, constant, slopes),
         positions=counted.positions, needs=Needs(*needs), late=False, stats=stats,
-        workspace=workspace, impl=impl,
+        workspace=workspace, impl=impl, row_skip=row_skip,
     )  # fmt: skip
     nll = counted.blank(out.nll, 0.0)
     # A token that is given no weight counts nothing, even at an infinite loss.

@@ -1,7 +1,7 @@
 """The exact losses and gradients in a bounded workspace, on any device: loops of chunks over `tiles.py`.
 
     mixture_forward   loss of every token and, when its weight is known, every gradient: three products.
-                      Without gradients one; with W frozen two.
+                      Without gradients one; with W frozen two; with rows skipped (`skipping.py`) fewer.
     rows_backward     gradients for upstream gradients that only the backward pass knows: three more products.
 
 The target score and the normaliser of single rows are `mixture_forward` with K = 1 and its statistics.
@@ -14,7 +14,7 @@ product, so what their rows hold does not matter, not even NaN. On CUDA the elem
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from fullrank.ops.gradients import Gradients, Needs, add_slope_gradient, empty_g
 from fullrank.ops.pointwise import Pointwise
 from fullrank.ops.products import add_bias, add_products
 from fullrank.ops.reference import compute_dtype
+from fullrank.ops.skipping import compact, rows_to_keep
 from fullrank.ops.statistics import Mode, Statistics, posterior
+from fullrank.ops.targets import capturing
 from fullrank.ops.tiles import finish_tile, recompute_gradient, statistics_of
 from fullrank.ops.vocabulary import Vocabulary, vocabulary_for
 
@@ -66,6 +68,11 @@ def pieces(N: int, positions: Tensor | None, size: int) -> Iterator[Index]:
         return
     for start in range(0, N, size):
         yield slice(start, min(start + size, N))
+
+
+def tokens_at(index: Index, within: Tensor) -> Tensor:
+    """Which of all N tokens the tokens `within` a piece are."""
+    return within + index.start if isinstance(index, slice) else index[within]
 
 
 @dataclass
@@ -148,6 +155,7 @@ def mixture_forward(
     stats: bool,
     workspace: int | None,
     impl: str = "auto",
+    row_skip: float = 0.0,
 ) -> MixtureForward:
     """rows [N, K, D], log_prior [N, K], targets [N]; products run in the dtype of rows.
 
@@ -155,12 +163,20 @@ def mixture_forward(
 
     `late`: the upstream gradient of each token is not known yet. Then only what is linear in it row by row
     can be made now, which is Q W where all else is frozen; `rows_backward` makes the rest.
+
+    Rows with a posterior share of at most `row_skip` may be left out of the gradient products. None are where
+    that saves nothing: with late factors, with one component, in a captured graph, which cannot count them,
+    and where a cut vocabulary is scored again for all rows to get statistics or the gradient of f's slopes.
     """
     N, K, D = rows.shape
     wide = compute_dtype(rows.dtype)
-    vocabulary = vocabulary_for(rows, K, weight, bias, pointwise, workspace, impl=impl, stats=stats)
     if late and not needs.rows_alone:
         needs = Needs()
+    skips = row_skip > 0 and K > 1 and needs.products and not late and not capturing(rows)
+    vocabulary = vocabulary_for(
+        rows, K, weight, bias, pointwise, workspace, impl=impl, stats=stats, skip=skips
+    )
+    skips = skips and (vocabulary.kept or not (stats or needs.slopes))
     out = MixtureForward(
         nll=rows.new_zeros(N, dtype=wide),
         statistics=Statistics(*(rows.new_zeros(N, K, dtype=wide) for _ in range(3))) if late else None,
@@ -170,6 +186,8 @@ def mixture_forward(
         d_prior=rows.new_zeros(N, K, dtype=wide) if needs.prior and not late else None,
         gradients=empty_gradients(needs, weight, pointwise, wide, vocabulary.entries),
     )
+    # The bias's gradient waits until it is known which rows are kept.
+    in_tiles = replace(out.gradients, bias=None) if skips else out.gradients
     for index in pieces(N, positions, vocabulary.plan.tokens):
         chunk = Chunk(
             rows=rows[index].reshape(-1, D),
@@ -180,41 +198,50 @@ def mixture_forward(
         )
         shape = chunk.log_prior.shape
         mode = Mode(shape[0], chunk.log_prior) if stats else None
-        d_chunk: Tensor | None = None
-        if out.d_rows is not None and vocabulary.kept and isinstance(index, slice):
-            d_chunk = out.d_rows[index].view(-1, D)
-        elif needs.rows:
-            d_chunk = vocabulary.gradient_of_rows(chunk.rows)
         if vocabulary.kept:
-            statistics = score_and_keep(vocabulary, chunk, out.gradients, mode, wanted=needs.products)
+            statistics = score_and_keep(vocabulary, chunk, in_tiles, mode, wanted=needs.products)
         else:
             statistics = statistics_of(vocabulary, chunk.rows, chunk.targets)
         nll, posterior_share = posterior(chunk.log_prior, statistics.nll.view(shape))
         upstream = chunk.weigh(slice(None), posterior_share)
         factor = upstream * vocabulary.lacking(statistics.total)
-        if not vocabulary.kept and (needs.products or stats):
+        kept = rows_to_keep(posterior_share, row_skip, D) if skips else None
+        some: Index = slice(None) if kept is None else kept
+        used = chunk.rows[some]
+        in_place = kept is None and vocabulary.kept and isinstance(index, slice)
+        d_used: Tensor | None = None
+        if out.d_rows is not None:
+            d_used = out.d_rows[index].view(-1, D) if in_place else vocabulary.gradient_of_rows(used)
+        if used.shape[0] == 0:
+            pass
+        elif not vocabulary.kept and (needs.products or stats):
             share = chunk.log_prior.exp() / statistics.total.view(shape)
+            part = Statistics(*(column[some] for column in statistics))
             recompute_gradient(
-                vocabulary, chunk.rows, chunk.targets, statistics, upstream, out.gradients,
-                entry=chunk.entry(statistics), d_rows=d_chunk, mode=mode, share=share,
+                vocabulary, used, chunk.targets[some], part, upstream[some], out.gradients,
+                entry=chunk.entry(part), d_rows=d_used, mode=mode, share=share,
             )  # fmt: skip
         elif needs.products:
             scores = vocabulary.kept_scores(chunk.rows.shape[0])
-            if vocabulary.plan.kernel:
-                add_bias(out.gradients, scores, upstream)
-            add_products(vocabulary, scores, chunk.rows, factor, 0, vocabulary.V, out.gradients, d_chunk)
+            if kept is not None:
+                scores = compact(scores, kept, vocabulary.plan.copy_rows)
+            if vocabulary.plan.kernel or skips:
+                add_bias(out.gradients, scores, factor[some])
+            add_products(vocabulary, scores, used, factor[some], 0, vocabulary.V, out.gradients, d_used)
         out.nll[index] = nll
         if out.statistics is not None:
-            for whole, part in zip(out.statistics, statistics, strict=True):
-                whole[index] = part.view(shape)
+            for whole, column in zip(out.statistics, statistics, strict=True):
+                whole[index] = column.view(shape)
         if mode is not None:
             out.argmax[index], out.entropy[index] = mode.argmax, mode.entropy
         if out.d_prior is not None:
             out.d_prior[index] = -upstream.view(shape)
-        if out.d_rows is not None and d_chunk is not None:
-            d_chunk.mul_(factor[:, None])
-            if not vocabulary.kept or not isinstance(index, slice):
-                out.d_rows[index] = d_chunk.view(*shape, D).to(rows.dtype)
+        if out.d_rows is not None and d_used is not None:
+            d_used.mul_(factor[some, None])
+            if kept is not None:
+                out.d_rows[tokens_at(index, kept // K), kept % K] = d_used.to(rows.dtype)
+            elif not in_place:
+                out.d_rows[index] = d_used.view(*shape, D).to(rows.dtype)
     out.gradients = out.gradients.trimmed(vocabulary.V)
     return out
 

@@ -35,6 +35,9 @@ DEVICE_TILE_BYTES = 128 * MIB
 
 STRIDE = 64
 
+# Bytes of scores that move at a time where rows are skipped: a part of a device's second-level cache.
+COPY_BYTES = 16 * MIB
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -50,6 +53,8 @@ class Plan:
     """Rows of W's gradient that one low-precision product makes before it is added in fp32."""
     kernel: bool = False
     """One kernel does the elementwise work of a chunk, without tiles."""
+    copy_rows: int = 0
+    """Rows of the buffer that move at a time where rows are skipped."""
 
     @property
     def stride(self) -> int:
@@ -78,11 +83,13 @@ def make_plan(
     tile_buffers: int,
     workspace: int,
     kernel: bool = False,
+    skip: bool = False,
 ) -> Plan:
     """Cut N tokens of K rows of width D against V entries; raises where one token cannot fit.
 
     tile_buffers is how many buffers of a tile's size in the wide dtype are alive at once, at worst. `kernel`
-    asks for a plan without tiles and gets one where the vocabulary need not be cut.
+    asks for a plan without tiles and gets one where the vocabulary need not be cut. `skip` makes room to move
+    rows of the buffer.
     """
     wide = 8 if product == torch.float64 else 4
     narrow = product.itemsize
@@ -93,12 +100,19 @@ def make_plan(
     if kernel:
         whole = V * D * (narrow + wide) if narrow < wide else 0
         slice_bytes = min(whole, max(workspace // 8, D * (narrow + wide)))
-        tokens = min(most_tokens, (workspace - slice_bytes) // (K * (padded(V) * narrow + row_bytes)))
+        # Rows move before the products, so the slice and they take turns.
+        line_bytes = padded(V) * narrow
+        copy_bytes = max(line_bytes, min(COPY_BYTES, workspace // 16)) if skip else 0
+        room = workspace - max(slice_bytes, copy_bytes)
+        tokens = min(most_tokens, room // (K * (line_bytes + row_bytes)))
         if tokens * K >= min(LEAST_ROWS, most_tokens * K):
             # Chunks of one size: the same number of them in less memory.
             tokens = -(-max(N, 1) // -(-max(N, 1) // tokens))
             slice_rows = slice_bytes // (D * (narrow + wide)) if slice_bytes else V
-            return Plan(tokens=tokens, block=V, tile_tokens=tokens, slice_rows=slice_rows, kernel=True)
+            return Plan(
+                tokens=tokens, block=V, tile_tokens=tokens, slice_rows=slice_rows, kernel=True,
+                copy_rows=copy_bytes // line_bytes,
+            )  # fmt: skip
     # Tiles take a quarter of the workspace at most. The tile that the cache wants grows to one whole token
     # where that is still within the quarter.
     best_tile = TILE_BYTES.get(device.type, DEVICE_TILE_BYTES)
@@ -119,8 +133,12 @@ def make_plan(
         return budget // (K * (columns * narrow + row_bytes))
 
     def plan_of(tokens: int, block: int) -> Plan:
-        tile_tokens = max(1, min(best_tile, tile_bytes) // (K * block * wide))
-        return Plan(tokens=tokens, block=block, tile_tokens=min(tokens, tile_tokens), slice_rows=slice_rows)
+        tile_tokens = min(tokens, max(1, min(best_tile, tile_bytes) // (K * block * wide)))
+        # Rows move when the last tile is done and its room is free.
+        return Plan(
+            tokens=tokens, block=block, tile_tokens=tile_tokens, slice_rows=slice_rows,
+            copy_rows=tile_tokens * K if skip else 0,
+        )  # fmt: skip
 
     tokens = min(most_tokens, tokens_for(V))
     if K * V * wide <= tile_bytes and tokens * K >= min(LEAST_ROWS, most_tokens * K):

@@ -150,6 +150,7 @@ def vocabulary_for(
     *,
     impl: str = "chunked",
     stats: bool = False,
+    skip: bool = False,
 ) -> Vocabulary:
     """W, b and f with a plan for rows [N, ..., D] of K a token."""
     V, D = weight.shape
@@ -157,7 +158,7 @@ def vocabulary_for(
     plan = make_plan(
         N=rows.shape[0], K=K, D=D, V=V, product=rows.dtype, device=rows.device,
         tile_buffers=pointwise.tile_buffers, workspace=bytes_,
-        kernel=kernel_serves(impl, rows, pointwise, stats=stats),
+        kernel=kernel_serves(impl, rows, pointwise, stats=stats), skip=skip,
     )  # fmt: skip
     if impl == "triton" and not plan.kernel:
         raise FullrankError(
