@@ -139,12 +139,30 @@ def test_several_corpora_in_one_picture(made: Provenance, tmp_path: Path) -> Non
     assert page.title == "Languages"
     assert page.warnings == ()
     assert [answer.name for answer in page.answers] == ["a", "a (2)"]
-    with pytest.raises(FullrankError, match="13 corpora, a page can show 1 to 12"):
+    with pytest.raises(FullrankError, match="13 corpora, a picture can show 1 to 12"):
         charts.looks([corpus("a")] * 13)
     for name in ("one", "two"):
         results.save(corpus(name), tmp_path / name / "results.json", made)
     report(Report(runs=(tmp_path / "one", tmp_path / "two"), out=tmp_path / "page.html"))
     assert "two" in (tmp_path / "page.html").read_text(encoding="utf8")
+
+
+def test_many_corpora_are_drawn_one_tokeniser_at_a_time() -> None:
+    many = tuple(
+        corpus(f"{name}, {kind}", tokenizer=kind)
+        for kind in ("bpe:300", "bytes")
+        for name in ("a", "b", "c", "d", "e", "f", "g")
+    )
+    page = corpora_page(Corpora(title="Languages", corpora=many, notes=()))
+    titles = [section.title for section in page.sections]
+    assert "bpe:300: plain probabilities" in titles
+    assert "bytes: plain probabilities" in titles
+    drawn = next(section for section in page.sections if section.title == "bytes: plain probabilities")
+    assert drawn.table is not None
+    assert [row[0] for row in drawn.table.rows] == [f"{name}, bytes" for name in "abcdefg"]
+    texts = next(section for section in page.sections if section.title == "The texts")
+    assert texts.table is not None
+    assert [row[0] for row in texts.table.rows] == [one.name for one in many]
 
 
 def test_kinds_do_not_mix(made: Provenance, ladder: Any, tmp_path: Path) -> None:

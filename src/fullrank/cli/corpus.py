@@ -179,7 +179,7 @@ def table(record: Record) -> Table:
         caption_justify="left",
     )
     for header in ("table", "contexts", "50%", "90%", "99%", "shuffled 90%"):
-        drawn.add_column(header, justify="left" if header == "table" else "right")
+        drawn.add_column(header, justify="left" if header == "table" else "right", no_wrap=header == "table")
     for curve in record.curves:
         shown = []
         for share in ("50", "90", "99"):

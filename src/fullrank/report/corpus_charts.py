@@ -21,6 +21,8 @@ from fullrank.results.corpus import Corpus, CorpusCurve
 from fullrank.results.diagnosis import Estimate
 
 STYLES = ("line", "dotted")
+MOST = len(MODEL_COLOURS) * len(STYLES)
+"""Corpora that lines of one picture can tell apart."""
 LEAST_ERROR = 0.005
 """Where the axis of errors ends: half of the smallest that is asked for."""
 PUBLISHED = ((1000.0, 2000.0), (10_000.0, 15_000.0))
@@ -51,10 +53,9 @@ class Look:
 
 def looks(records: Sequence[Corpus]) -> tuple[Look, ...]:
     """How each corpus is drawn; raises where there are more than lines can be told apart."""
-    most = len(MODEL_COLOURS) * len(STYLES)
-    if not 0 < len(records) <= most:
+    if not 0 < len(records) <= MOST:
         raise FullrankError(
-            f"got {len(records)} corpora, a page can show 1 to {most}: compare fewer at a time"
+            f"got {len(records)} corpora, a picture can show 1 to {MOST}: compare fewer at a time"
         )
     names = unique([shown(record.name, 40) or "corpus" for record in records])
     return tuple(

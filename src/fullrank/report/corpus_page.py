@@ -5,6 +5,7 @@ One corpus has the page to itself; several share its pictures, one picture a con
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from fullrank.report import corpus_charts as charts
@@ -90,19 +91,37 @@ def corpus_page(record: Corpus) -> Page:
 
 
 def corpora_page(record: Corpora) -> Page:
-    """The page of several corpora side by side."""
-    drawn = charts.looks(record.corpora)
+    """The page of several corpora side by side; where they are many, those of one tokeniser at a time."""
+    notes = _notes((*record.notes, *(f"{one.name}: {note}" for one in record.corpora for note in one.notes)))
+    groups: dict[str, list[Corpus]] = {}
+    for one in record.corpora:
+        groups.setdefault(one.tokenizer, []).append(one)
+    title = shown(record.title, 100) or "Corpora side by side"
+    lead = f"{len(record.corpora)} corpora, measured in the same way."
+    if len(record.corpora) <= charts.MOST or len(groups) == 1:
+        drawn = charts.looks(record.corpora)
+        return Page(
+            title=title,
+            lead=lead,
+            warnings=_warnings(record.corpora),
+            answers=tuple(_answer(look, alone=False) for look in drawn) if len(drawn) <= 3 else (),
+            sections=(*_sections(drawn), _facts(drawn), *notes),
+        )
+    sections = []
+    for tokenizer, records in groups.items():
+        drawn = charts.looks(records)
+        sections += [
+            dataclasses.replace(
+                _construction(drawn, name), title=f"{shown(tokenizer, 40)}: {TITLES[name].lower()}"
+            )
+            for name in TITLES
+            if any(look.curve(name) is not None for look in drawn)
+        ]
+    reading = Section(title="How to read this", text=CAUTION, definition=DEFINITION)
     return Page(
-        title=shown(record.title, 100) or "Corpora side by side",
-        lead=f"{len(drawn)} corpora, measured in the same way.",
-        warnings=_warnings(record.corpora),
-        answers=tuple(_answer(look, alone=False) for look in drawn) if len(drawn) <= 3 else (),
-        sections=(
-            *_sections(drawn),
-            _facts(drawn),
-            *_notes((*record.notes, *(f"{one.name}: {note}" for one in drawn for note in one.record.notes))),
-        ),
-    )
+        title=title, lead=lead, warnings=_warnings(record.corpora), answers=(),
+        sections=(*sections, reading, _many_facts(record.corpora), *notes),
+    )  # fmt: skip
 
 
 def _warnings(records: Sequence[Corpus]) -> tuple[str, ...]:
@@ -300,6 +319,27 @@ def _facts(drawn: Sequence[Look]) -> Section:
         ),
         items=tuple(bounds),
     )
+
+
+def _many_facts(records: Sequence[Corpus]) -> Section:
+    """What was counted, one row a corpus."""
+    return Section(
+        title="The texts",
+        table=Table(
+            caption="What was counted. Single: contexts that one token followed. Used: tokens that occur.",
+            columns=tuple(
+                Column(name=name)
+                for name in ("corpus", "documents", "tokens", "contexts", "single", "pairs", "V", "used")
+            ),
+            rows=tuple(
+                (
+                    shown(one.name, 60), one.documents, one.tokens, one.contexts, one.single, one.entries,
+                    one.vocabulary, one.used,
+                )
+                for one in records
+            ),
+        ),
+    )  # fmt: skip
 
 
 def _notes(notes: tuple[str, ...]) -> tuple[Section, ...]:
