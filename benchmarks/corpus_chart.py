@@ -95,7 +95,7 @@ def languages(document: dict[str, Any]) -> Specification:
         for place, (one, title) in enumerate(PANELS.items())
     ]
     return {
-        "vconcat": panels, "config": configuration(), "background": "white",
+        "vconcat": panels, "config": configuration(), "background": "white", "padding": {"left": 24},
         "resolve": {"scale": {"color": "shared"}},
     }  # fmt: skip
 
