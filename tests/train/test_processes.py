@@ -296,13 +296,18 @@ def test_a_mistake_is_one_sentence(
 
 def test_a_second_signal_under_a_launcher_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with processes.Stop() as stop:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        assert stop.received == signal.SIGINT
-        monkeypatch.setattr(processes, "TOGETHER", -1.0)
-        with pytest.raises(KeyboardInterrupt):
+    # A shell starts what goes to the background with Ctrl-C ignored, and these tests may be among it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with processes.Stop() as stop:
             signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            assert stop.received == signal.SIGINT
+            monkeypatch.setattr(processes, "TOGETHER", -1.0)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_lost_process_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
