@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from fullrank.corpus.counts import BlockCounts, Counts
+from fullrank.corpus.curve import Dimension, Spectrum
 from fullrank.corpus.interval import from_parts, jackknife
-from fullrank.corpus.spectrum import Dimension, Spectrum, spectrum
+from fullrank.corpus.spectrum import spectrum
 from fullrank.corpus.table import Left, table
 from fullrank.errors import FullrankError
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullrank.corpus.counts import Counts
+from fullrank.corpus.curve import SHARES, Effort, Spectrum
 from fullrank.corpus.gram import Gram
-from fullrank.corpus.spectrum import SHARES, Effort, Spectrum, grid_of, spectrum
+from fullrank.corpus.spectrum import grid_of, spectrum
 from fullrank.corpus.table import CONSTRUCTIONS, table
 from fullrank.errors import FullrankError
 

@@ -650,13 +650,3 @@ def test_quiet_puts_everything_back() -> None:
 def test_loading_is_silent(tiny_model: TinyModel, capfd: pytest.CaptureFixture[str]) -> None:
     loading.load(tiny_model("mamba"))
     assert capfd.readouterr() == ("", "")
-
-
-def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FULLRANK_CACHE", str(tmp_path / "own"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
-    assert loading.cache_directory() == tmp_path / "own"
-    monkeypatch.delenv("FULLRANK_CACHE")
-    assert loading.cache_directory() == tmp_path / "shared" / "fullrank"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert loading.cache_directory() == Path.home() / ".cache" / "fullrank"

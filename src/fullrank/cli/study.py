@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from fullrank.results import Corpora
 
-ORIGINAL = "en-us"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
@@ -62,6 +60,7 @@ def study(options: Study) -> None:
 
     from fullrank import report, results
     from fullrank.cli import corpus, outcome
+    from fullrank.studies.help_pages import ORIGINAL
 
     settings = corpus.settings_of(
         corpus.Corpus(

@@ -74,7 +74,7 @@ def train(options: Train) -> None:
             raise FullrankError("nothing to train on: pass --data with a directory or files of text")
         results.check_writable(options.out)
 
-    from fullrank.diagnose.loading import cache_directory
+    from fullrank.results import cache_directory
     from fullrank.train.loop import Options
     from fullrank.train.loop import train as run
 

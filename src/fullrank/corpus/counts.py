@@ -56,16 +56,6 @@ class BlockCounts:
     blocks: int
     """Number of blocks; they hold about the same amount of text."""
 
-    def weighted(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Counts of all entries, in their order, where block b counts `weights[b]` times."""
-        if weights.shape != (self.blocks,):
-            raise FullrankError(f"{weights.shape} weights came for {self.blocks} blocks: give one a block")
-        if not len(self.block):
-            return np.zeros(0)
-        # Every entry has at least one block, so no slice of reduceat is empty.
-        result: NDArray[np.float64] = np.add.reduceat(weights[self.block] * self.count, self.start[:-1])
-        return result
-
 
 def load_counts(directory: Path) -> Counts:
     """The counts that `count.count` wrote to a directory, memory-mapped."""

@@ -19,10 +19,11 @@ import numpy as np
 
 from fullrank.corpus import null, stages
 from fullrank.corpus.counts import Counts, load_blocks, load_counts
+from fullrank.corpus.curve import LEADING, Dimension, Effort, Spectrum
 from fullrank.corpus.interval import EFFORT, Interval, jackknife
-from fullrank.corpus.prepare import Prepared, Progress, Settings, cache_directory, check, prepare
+from fullrank.corpus.prepare import Prepared, Progress, Settings, check, default_cache, prepare
 from fullrank.corpus.quadrature import CONFIDENCE
-from fullrank.corpus.spectrum import LEADING, Dimension, Effort, Spectrum, spectrum
+from fullrank.corpus.spectrum import spectrum
 from fullrank.corpus.table import CONSTRUCTIONS, Left, Table, spans, table
 from fullrank.errors import FullrankError
 from fullrank.results import Corpus, CorpusCurve, CorpusNull
@@ -156,7 +157,7 @@ def _kept(
         return {}
 
     try:
-        folder = stages.made(settings.cache or cache_directory(), "curve", key, make, warn)
+        folder = stages.made(settings.cache or default_cache(), "curve", key, make, warn)
     except _NoTable as error:
         notes.append(str(error))
         return None

@@ -27,7 +27,7 @@ import numpy as np
 import scipy.special
 from numpy.typing import NDArray
 
-from fullrank.corpus.spectrum import SHARES, Effort, Spectrum
+from fullrank.corpus.curve import SHARES, Effort, Spectrum
 from fullrank.errors import FullrankError
 from fullrank.results import Estimate
 

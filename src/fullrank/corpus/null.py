@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullrank.corpus.counts import Counts
-from fullrank.corpus.spectrum import Effort
+from fullrank.corpus.curve import Effort
 from fullrank.corpus.table import Folded, spans
 
 EFFORT = Effort(leading=64, batches=1, brackets=False, most_exact=4000)

@@ -10,7 +10,6 @@ used. The engine, the memory and the number of processes do not matter to the co
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from fullrank.corpus.engines import Resources
 from fullrank.corpus.sources import Corpus
 from fullrank.corpus.windows import Packing
 from fullrank.errors import FullrankError
+from fullrank.results import cache_directory
 
 Progress = Callable[[str, float], None]
 """Hears what is done and the share of it that is done."""
@@ -71,13 +71,8 @@ class Prepared:
     """Tokens, documents, windows, contexts, entries, blocks, and places that were not UTF-8."""
 
 
-def cache_directory() -> Path:
-    """$FULLRANK_CACHE, else $XDG_CACHE_HOME/fullrank, else ~/.cache/fullrank; of it, the part for corpora."""
-    own, shared = os.environ.get("FULLRANK_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    root = (
-        Path(own).expanduser() if own else (Path(shared) if shared else Path.home() / ".cache") / "fullrank"
-    )
-    return root / "corpus"
+def default_cache() -> Path:
+    return cache_directory() / "corpus"
 
 
 def prepare(
@@ -89,7 +84,7 @@ def prepare(
 ) -> Prepared:
     """The counts of texts, made as far as they are not there."""
     check(settings)
-    cache = settings.cache or cache_directory()
+    cache = settings.cache or default_cache()
     corpus = sources.find(
         texts,
         documents=settings.documents,

@@ -22,6 +22,7 @@ import torch
 
 from fullrank.diagnose import checkpoint, checks, gguf_files
 from fullrank.errors import FullrankError
+from fullrank.results import cache_directory
 
 if TYPE_CHECKING:
     import transformers
@@ -143,14 +144,6 @@ def from_objects(model: Any, tokenizer: Any, *, name: str = "") -> Loaded:
         fingerprint=_object_fingerprint(model, tokenizer),
         notes=notes,
     )
-
-
-def cache_directory() -> Path:
-    """$FULLRANK_CACHE, else $XDG_CACHE_HOME/fullrank, else ~/.cache/fullrank."""
-    own, shared = os.environ.get("FULLRANK_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own).expanduser()
-    return (Path(shared) if shared else Path.home() / ".cache") / "fullrank"
 
 
 @contextlib.contextmanager

@@ -18,11 +18,12 @@ import torch
 
 from fullrank.diagnose import collect, estimates
 from fullrank.diagnose.anatomy import longest
-from fullrank.diagnose.loading import Loaded, cache_directory, quiet
+from fullrank.diagnose.loading import Loaded, quiet
 from fullrank.errors import FullrankError
 from fullrank.heads import HEADS
 from fullrank.hf import checkpoints, choose, fit, whole
 from fullrank.hf.upgrade import dequantised, upgrade
+from fullrank.results import cache_directory
 from fullrank.results.upgrade import Candidate, Preserved, Upgrade, UpgradedModel, UpgradeTraining
 
 COMPARED_TOKENS, COMPARED_WINDOW = 512, 128

@@ -6,6 +6,7 @@ from fullrank.results.evaluation import Evaluated
 from fullrank.results.files import (
     KINDS,
     Provenance,
+    cache_directory,
     check_writable,
     load,
     provenance,
@@ -39,6 +40,7 @@ __all__ = [
     "Training",
     "Trainings",
     "Upgrade",
+    "cache_directory",
     "check_writable",
     "is_run",
     "load",

@@ -126,6 +126,14 @@ def from_plain(cls: type[Record], data: Any) -> Record:
     return _build(cls, data)
 
 
+def cache_directory() -> Path:
+    """$FULLRANK_CACHE, else $XDG_CACHE_HOME/fullrank, else ~/.cache/fullrank."""
+    own, shared = os.environ.get("FULLRANK_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own).expanduser()
+    return (Path(shared) if shared else Path.home() / ".cache") / "fullrank"
+
+
 def check_writable(directory: Path) -> None:
     """Raise before long work, not after it, where its results could not be written."""
     there = directory.absolute()
@@ -170,11 +178,16 @@ def _plain(value: Any) -> Any:
 def _build(cls: type[Record], data: Any) -> Record:
     """The inverse of `_plain` for dataclasses of plain fields, tuples, dicts and options of them."""
     hints = typing.get_type_hints(cls)
-    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = {field.name for field in fields}
     unknown = set(data) - names
     if unknown:
         raise ValueError(f"unknown fields {sorted(unknown)}")
-    return cls(**{name: _value(hints[name], data[name]) for name in names})
+    # A field with a default is one that older files of the same version do not have.
+    optional = {field.name for field in fields if field.default is not dataclasses.MISSING}
+    return cls(
+        **{name: _value(hints[name], data[name]) for name in names if name in data or name not in optional}
+    )
 
 
 def _value(hint: Any, data: Any) -> Any:
