@@ -2,6 +2,8 @@
 
     plain       torch alone, softmax: argmax of the logits; softmax, then multinomial
     fullrank    head.top(states, 1) and head.sample(states) of softmax, mos and trunk
+    token       a body of GPT-2 small's size on one token a sequence, without a past, and the greedy call: the
+                head's part in what a user waits for, which a past would only make smaller
 
 Hidden states [batch, D] and weights in bf16. Where it can, a call is captured in a CUDA graph, so that the
 host's time drops out, and replayed many times between two events; else it is called as often. Four copies of
@@ -11,6 +13,7 @@ each head take turns: W of one would stay in the second-level cache, which a rea
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpt2_body import Gpt2Body
 from benchmarks.gpu_heads import draw_head, path_of
 from benchmarks.gpu_layer import Row
 from benchmarks.gpu_settings import Settings
@@ -38,6 +42,28 @@ def plain_calls(weight: Tensor) -> dict[str, Call]:
 
 def head_calls(head: Any) -> dict[str, Call]:
     return {"greedy": lambda states: head.top(states, 1), "sample": lambda states: head.sample(states)}
+
+
+def draw_bodies(settings: Settings, D: int) -> list[Gpt2Body]:
+    sizes = settings.step
+    torch.manual_seed(settings.seed)
+    with torch.device(settings.device):
+        body = Gpt2Body(vocab=64, width=D, layers=sizes.layers, heads=sizes.heads, context=1)
+    body = body.to(settings.dtype)
+    return [body, *(copy.deepcopy(body) for _ in range(COPIES - 1))]
+
+
+def with_body(body: Gpt2Body, greedy: Call) -> Call:
+    """A call on states [batch, D] whose body sees one id a sequence."""
+    ids: dict[int, Tensor] = {}
+
+    def call(states: Tensor) -> Any:
+        batch = states.shape[0]
+        if batch not in ids:
+            ids[batch] = torch.zeros(batch, 1, dtype=torch.int64, device=states.device)
+        return greedy(body(ids[batch])[:, 0])
+
+    return call
 
 
 def captured(call: Call, states: Tensor) -> Step:
@@ -99,11 +125,17 @@ def measure_decoding(settings: Settings, D: int, V: int) -> list[Row]:
         ("plain", "softmax", [plain_calls(head.decoder.weight) for head in heads["softmax"]])
     ]
     sources += [("fullrank", name, [head_calls(head) for head in copies]) for name, copies in heads.items()]
+    kinds = ["greedy", "sample"]
+    if settings.step.width == D:
+        kinds.append("token")
+        for body, *calls in zip(draw_bodies(settings, D), *(copies for _, _, copies in sources), strict=True):
+            for each in calls:
+                each["token"] = with_body(body, each["greedy"])
     rows: list[Row] = []
     draw = torch.Generator(device).manual_seed(settings.seed)
     for batch in settings.batches:
         states = torch.randn(batch, D, generator=draw, device=device).to(settings.dtype)
-        for kind in ("greedy", "sample"):
+        for kind in kinds:
             here: list[Row] = []
             for implementation, name, copies in sources:
                 row: Row = {

@@ -206,13 +206,16 @@ def measure_skipping_at(settings: Settings, D: int, V: int, K: int, scale: float
 
 
 def cases(settings: Settings) -> Iterator[tuple[str, int, int, int]]:
-    """(what, D, V, K): the peers of every shape first, what only we have after them."""
+    """(what, D, V, K): what only we have, then the peers, least and most components first: if time runs out,
+    what lies between is missing."""
     for D, V in settings.shapes:
-        for K in settings.components:
-            yield "peers", D, V, K
-    for D, V in settings.shapes:
-        yield "row skipping", D, V, settings.most
         yield "heads", D, V, settings.most
+        yield "row skipping", D, V, settings.most
+    ends = [min(settings.components), settings.most]
+    for several in (ends, [K for K in settings.components if K not in ends]):
+        for D, V in settings.shapes:
+            for K in several:
+                yield "peers", D, V, K
 
 
 def not_run(what: str, D: int, V: int, K: int, why: str) -> Row:

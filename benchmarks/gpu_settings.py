@@ -51,7 +51,7 @@ class Settings:
     compiler: str = "inductor"
     """Backend of torch.compile; none leaves out the compiler."""
     step: StepSizes = StepSizes()
-    bodies: tuple[str, ...] = ("eager", "compiled")
+    bodies: tuple[str, ...] = ("compiled", "eager")
     batches: tuple[int, ...] = (1, 8, 64)
     replays: int = 100
 

@@ -11,7 +11,6 @@ Cells = Sequence[str]
 ORDER = (
     "fullrank",
     "compiled",
-    "compiled gather",
     "eager",
     "torch",
     "liger",

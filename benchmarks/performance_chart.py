@@ -22,7 +22,7 @@ from fullrank.results import write_whole
 
 FAMILIES = {
     "fullrank": ("fullrank",),
-    "torch.compile": ("compiled", "compiled gather"),
+    "torch.compile": ("compiled",),
     "eager": ("eager",),
     "Liger": ("liger", "liger 16x"),
     "CCE": ("cce", "cce exact"),

@@ -23,7 +23,16 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.heads.record import MixtureRecord, describe_mixture
-from fullrank.ops import IDENTITY, Pointwise, Softcap, TokenStats, mixture_log_probs, mixture_nll
+from fullrank.ops import (
+    IDENTITY,
+    Pointwise,
+    Softcap,
+    TokenStats,
+    mixture_argmax,
+    mixture_log_probs,
+    mixture_nll,
+    row_scores,
+)
 from fullrank.ops.dispatch import check_reduction
 
 States = Tensor | Sequence[Tensor]
@@ -61,6 +70,8 @@ class Head(nn.Module, ABC):
     reads_time: bool = False
     """Whether a token's distribution depends on the states of earlier tokens as well, so that forward must be
     given them all."""
+    carries_memory: bool = False
+    """Whether forward takes `memory` in place of the states of earlier tokens (a cache does)."""
     fixed_vocabulary: ClassVar[bool] = False
     """Whether the head has parameters for single tokens beside W and its bias."""
     softcap: float | None = None
@@ -208,7 +219,10 @@ class Head(nn.Module, ABC):
 
 
 class RowHead(Head):
-    """A head that is rows, a prior and a pointwise function over one matrix."""
+    """A head that is rows, a prior and a pointwise function over one matrix.
+
+    One that has a shorter way to its loss has one to the same loss.
+    """
 
     components: int = 1
     row_skip: float = 0.0
@@ -254,12 +268,16 @@ class RowHead(Head):
         """One exact draw a token at temperature 1: a component from the prior, then a token from it alone."""
         states = self._checked(hidden, None, context)
         rows, log_prior = self._flat_rows(states)
-        which = torch.multinomial(log_prior.exp(), 1, generator=generator)
-        chosen = rows.gather(1, which[:, :, None].expand(-1, -1, self.width))
+        if self.components > 1:
+            which = torch.multinomial(log_prior.exp(), 1, generator=generator)
+            rows = rows.gather(1, which[:, :, None].expand(-1, -1, self.width))
         drawn = []
-        for piece in chosen.split(max(1, DECODING_BYTES // (4 * self.vocab))):
-            alone = piece.new_zeros(piece.shape[:2], dtype=torch.float32)
-            drawn.append(torch.multinomial(self._score(piece, alone).exp(), 1, generator=generator))
+        for piece in rows.split(max(1, DECODING_BYTES // (8 * self.vocab))):
+            scores = row_scores(piece[:, 0], self.decoder.weight, self.decoder.bias, self.pointwise)
+            # The largest of scores plus Gumbel noise is a draw from their softmax, whatever its normaliser:
+            # argmax f - log e with e exponential.
+            noise = torch.empty_like(scores).exponential_(generator=generator)
+            drawn.append(scores.sub_(noise.log_()).argmax(-1))
         return torch.cat(drawn).view(states[0].shape[:-1])
 
     @torch.no_grad()
@@ -268,13 +286,20 @@ class RowHead(Head):
         states = self._checked(hidden, None, context)
         self._check_top(m)
         rows, log_prior = self._flat_rows(states)
+        shape = (*states[0].shape[:-1], m)
+        if m == 1:
+            decoder = self.decoder
+            best = mixture_argmax(
+                rows, log_prior, decoder.weight, bias=decoder.bias, pointwise=self.pointwise,
+                workspace=DECODING_BYTES,
+            )  # fmt: skip
+            return best[0].view(shape), best[1].view(shape)
         size = max(1, DECODING_BYTES // (4 * self.vocab))
         values, ids = [], []
         for piece, prior in zip(rows.split(size), log_prior.split(size), strict=True):
-            best = torch.topk(self._score(piece, prior), m, dim=-1)
-            values.append(best.values)
-            ids.append(best.indices)
-        shape = (*states[0].shape[:-1], m)
+            leading = torch.topk(self._score(piece, prior), m, dim=-1)
+            values.append(leading.values)
+            ids.append(leading.indices)
         return torch.cat(values).view(shape), torch.cat(ids).view(shape)
 
     @torch.no_grad()

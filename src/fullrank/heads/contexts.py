@@ -90,6 +90,22 @@ class Contexts(nn.Module):
         self.dropout = LockedDropout(dropout, shared=shared_dropout)
 
     def forward(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        common, owned, log_prior = self.parts(states)
+        if common is not None:
+            common = common[..., None, :].expand(*owned.shape[:-1], -1)
+            owned = torch.cat([common, owned], dim=-1)
+        return self.dropout(owned), log_prior
+
+    @property
+    def dropping(self) -> bool:
+        """Whether forward is about to change what `parts` gives."""
+        return self.training and self.dropout.probability > 0.0
+
+    def parts(self, states: list[Tensor]) -> tuple[Tensor | None, Tensor, Tensor]:
+        """What components share [..., D - r], what they own [..., K, r], and the log prior, before dropout.
+
+        Nothing is shared where r is the whole width.
+        """
         leading = states[0].shape[:-1]
         owned = torch.cat(
             [
@@ -99,19 +115,17 @@ class Contexts(nn.Module):
             ],
             dim=-2,
         )
+        common: Tensor | None = None
         if self.as_published:
-            contexts = torch.tanh(owned)
+            owned = torch.tanh(owned)
             if self.shared is not None:
-                common = torch.tanh(self.shared(states[0]))[..., None, :]
-                contexts = torch.cat([common.expand(*leading, self.components, -1), contexts], dim=-1)
+                common = torch.tanh(self.shared(states[0]))
         else:
             assert self.shared is not None
-            start = self.shared(states[0])[..., None, :]
+            start = self.shared(states[0])
             if self.private < self.width:
-                kept, rest = start.split([self.width - self.private, self.private], dim=-1)
-                contexts = torch.cat([kept.expand(*leading, self.components, -1), rest + owned], dim=-1)
-            else:
-                contexts = start + owned
+                common, start = start.split([self.width - self.private, self.private], dim=-1)
+            owned = start[..., None, :] + owned
         logits = self.gate(states[0])
         log_prior = torch.log_softmax(logits.to(compute_dtype(logits.dtype)), dim=-1)
-        return self.dropout(contexts), log_prior
+        return common, owned, log_prior

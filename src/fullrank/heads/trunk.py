@@ -12,8 +12,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import RowHead, require_positive
+from fullrank.heads.base import Labels, RowHead, require_positive
 from fullrank.heads.contexts import Contexts
+from fullrank.ops import TokenStats, trunk_nll
 
 
 class Trunk(RowHead):
@@ -47,3 +48,20 @@ class Trunk(RowHead):
 
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return self.contexts(states)
+
+    def _loss(
+        self, states: list[Tensor], labels: Labels, context: Tensor | None
+    ) -> tuple[Tensor, TokenStats | None]:
+        # What the shared pass does not serve goes as whole rows: see `ops.trunk_nll`.
+        plain = self.softcap is None and not labels.stats and self.row_skip == 0.0
+        if not plain or self.private == self.width or self.contexts.dropping or self.components == 1:
+            return super()._loss(states, labels, context)
+        common, owned, log_prior = self.contexts.parts(states)
+        assert common is not None
+        weight = labels.token_weight
+        loss = trunk_nll(
+            common.flatten(0, -2), owned.flatten(0, -3), log_prior.flatten(0, -2), self.decoder.weight,
+            labels.targets.flatten(), bias=self.decoder.bias, reduction=labels.reduction,
+            token_weight=None if weight is None else weight.flatten(), ignore_index=labels.ignore_index,
+        )  # fmt: skip
+        return loss.view(labels.targets.shape) if labels.reduction == "none" else loss, None

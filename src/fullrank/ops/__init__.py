@@ -1,6 +1,14 @@
 """The primitive: exact losses of high-rank heads in a bounded workspace."""
 
-from fullrank.ops.dispatch import TokenStats, linear_logprob, mixture_log_probs, mixture_nll
+from fullrank.ops.dispatch import (
+    TokenStats,
+    linear_logprob,
+    mixture_argmax,
+    mixture_log_probs,
+    mixture_nll,
+    row_scores,
+    trunk_nll,
+)
 from fullrank.ops.pointwise import (
     IDENTITY,
     SIGSOFTMAX,
@@ -20,7 +28,10 @@ __all__ = [
     "Softcap",
     "TokenStats",
     "linear_logprob",
+    "mixture_argmax",
     "mixture_log_probs",
     "mixture_nll",
     "posterior_shares",
+    "row_scores",
+    "trunk_nll",
 ]

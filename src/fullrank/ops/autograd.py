@@ -1,6 +1,7 @@
 """The chunked pass as torch operators, so that autograd, torch.compile and autocast see one opaque call.
 
     fullrank::mixture         loss of all tokens, with the gradients made on the way
+    fullrank::trunk           the same for rows that share a trunk
     fullrank::rows            target score, normaliser and loss of every row, differentiable one by one
     fullrank::rows_gradient   the backward pass of `rows`
 
@@ -22,9 +23,11 @@ from fullrank.ops import chunked
 from fullrank.ops.gradients import Gradients, Needs
 from fullrank.ops.pointwise import from_parts
 from fullrank.ops.reference import compute_dtype
+from fullrank.ops.scaling import scale_rows
 from fullrank.ops.statistics import Statistics
+from fullrank.ops.targets import Asked, Counted, count_targets
 from fullrank.ops.targets import check_targets as check_targets
-from fullrank.ops.targets import count_targets
+from fullrank.ops.trunk import trunk_forward
 
 Optional = Tensor | None
 
@@ -51,9 +54,9 @@ def _scale(gradient: Tensor, tensor: Optional, scale: Tensor) -> Optional:
         return None
     if gradient.is_cuda and gradient.dtype != tensor.dtype:
         # One kernel; a processor would scale into a copy first.
-        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=tensor.dtype))
+        return scale_rows(gradient, scale, out=torch.empty_like(gradient, dtype=tensor.dtype))
     # In place, so that W's gradient exists once.
-    return gradient.mul_(scale).to(tensor.dtype)
+    return scale_rows(gradient, scale, out=gradient).to(tensor.dtype)
 
 
 def _fake_summed(needs: Needs, weight: Tensor, slopes: Optional, wide: torch.dtype) -> tuple[Optional, ...]:
@@ -74,6 +77,39 @@ def _refuse_second_derivative() -> None:
             "fullrank's fused loss is differentiable once, got backward(create_graph=True): "
             "pass impl='reference' for second derivatives"
         )
+
+
+def _token_weights(
+    asked: Asked, token_weight: Optional, ignore_index: int, wide: torch.dtype
+) -> tuple[Optional, Tensor]:
+    """Weights of all tokens where they are not all 1, and the largest.
+
+    The gradients are made for weights of at most 1 and scaled once at the end: in fp16 a row times 1/N would
+    be a subnormal number.
+    """
+    targets = asked.targets
+    largest = torch.ones((), dtype=wide, device=targets.device)
+    if token_weight is None and not asked.captured:
+        return None, largest
+    share = torch.ones_like(targets, dtype=wide) if token_weight is None else token_weight.to(wide)
+    share = torch.where(targets != ignore_index, share, 0.0)
+    largest = share.abs().amax() if share.numel() else largest
+    return share, torch.where(largest == 0, 1.0, largest)
+
+
+def _reduced(
+    nll: Tensor, counted: Counted, share: Optional, largest: Tensor, *, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """The loss, and the factor that the gradients still lack."""
+    # A token that is given no weight counts nothing, even at an infinite loss.
+    weighted = nll if share is None else torch.where(share == 0, 0.0, nll * share)
+    loss, factor = weighted.sum(), largest
+    if mean:
+        # Nothing counted, nothing lost: loss 0 and gradient 0, not 0/0.
+        mass = nll.new_full((), counted.count or 0) if share is None else share.sum()
+        inverse = torch.where(mass == 0, 0.0, 1.0 / mass)
+        loss, factor = loss * inverse, largest * inverse
+    return counted.spoil(loss), counted.spoil(factor)
 
 
 @torch.library.custom_op("fullrank::mixture", mutates_args=())
@@ -97,33 +133,17 @@ def mixture(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss, nll [N], argmax [N], entropy [N], factor, then the gradients of the differentiable inputs."""
     # Inside the operator, where the values are known even under torch.compile.
-    counted = count_targets(targets, weight.shape[0], ignore_index)
+    asked = Asked(targets, weight.shape[0], ignore_index)
     wide = compute_dtype(rows.dtype)
-    share: Optional = None
-    largest = rows.new_ones((), dtype=wide)
-    if token_weight is not None or counted.ignored is not None:
-        share = torch.ones_like(targets, dtype=wide) if token_weight is None else token_weight.to(wide)
-        share = torch.where(targets != ignore_index, share, 0.0)
-        # The gradients are made for weights of at most 1 and scaled once at the end: in fp16 a row times 1/N
-        # would be a subnormal number.
-        largest = share.abs().amax() if share.numel() else largest
-        largest = torch.where(largest == 0, 1.0, largest)
+    share, largest = _token_weights(asked, token_weight, ignore_index, wide)
     out = chunked.mixture_forward(
-        rows, log_prior, weight, counted.targets, bias, None if share is None else share / largest,
+        rows, log_prior, weight, asked, bias, None if share is None else share / largest,
         from_parts(kind, constant, slopes),
-        positions=counted.positions, needs=Needs(*needs), late=False, stats=stats,
-        workspace=workspace, impl=impl, row_skip=row_skip,
+        needs=Needs(*needs), late=False, stats=stats, workspace=workspace, impl=impl, row_skip=row_skip,
     )  # fmt: skip
+    counted = asked.answer()
     nll = counted.blank(out.nll, 0.0)
-    # A token that is given no weight counts nothing, even at an infinite loss.
-    weighted = nll if share is None else torch.where(share == 0, 0.0, nll * share)
-    loss, factor = weighted.sum(), largest
-    if mean:
-        # Nothing counted, nothing lost: loss 0 and gradient 0, not 0/0.
-        mass = rows.new_full((), counted.count or 0, dtype=wide) if share is None else share.sum()
-        inverse = torch.where(mass == 0, 0.0, 1.0 / mass)
-        loss, factor = loss * inverse, largest * inverse
-    loss, factor = counted.spoil(loss), counted.spoil(factor)
+    loss, factor = _reduced(nll, counted, share, largest, mean=mean)
     summed = _summed(out.gradients, kind, constant, slopes)
     gradients = _or_empty(nll, out.d_rows, out.d_prior, *summed)
     argmax, entropy = counted.blank(out.argmax, -1), counted.blank(out.entropy, 0.0)
@@ -180,6 +200,82 @@ def _mixture_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optio
 mixture.register_autograd(_mixture_backward, setup_context=_mixture_setup)
 
 
+@torch.library.custom_op("fullrank::trunk", mutates_args=())
+def trunk_mixture(
+    trunk: Tensor,
+    private: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    mean: bool,
+    ignore_index: int,
+    needs: Sequence[bool],
+    workspace: int | None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """loss, nll [N], factor, then the gradients of the differentiable inputs."""
+    asked = Asked(targets, weight.shape[0], ignore_index)
+    share, largest = _token_weights(asked, token_weight, ignore_index, compute_dtype(trunk.dtype))
+    out = trunk_forward(
+        trunk, private, log_prior, weight, asked, bias, None if share is None else share / largest,
+        needs=Needs(*needs), workspace=workspace, impl=impl,
+    )  # fmt: skip
+    counted = asked.answer()
+    nll = counted.blank(out.nll, 0.0)
+    loss, factor = _reduced(nll, counted, share, largest, mean=mean)
+    gradients = _or_empty(nll, out.d_trunk, out.d_private, out.d_prior, out.d_weight, out.d_bias)
+    return loss, nll, factor.clone(), *gradients  # type: ignore[return-value]
+
+
+@trunk_mixture.register_fake
+def _(trunk: Tensor, private: Tensor, log_prior: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    needs, wide = Needs(*rest[5]), compute_dtype(trunk.dtype)
+    nll = trunk.new_empty(trunk.shape[0], dtype=wide)
+    return (
+        nll.new_empty(()),
+        nll,
+        nll.new_empty(()),
+        *_or_empty(
+            nll,
+            torch.empty_like(trunk) if needs.rows else None,
+            torch.empty_like(private) if needs.rows else None,
+            nll.new_empty(log_prior.shape) if needs.prior else None,
+            *_fake_summed(needs, weight, None, wide)[:2],
+        ),
+    )
+
+
+def _trunk_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*inputs[:MIXTURE_TENSORS], output[2])
+    ctx.options = inputs[MIXTURE_TENSORS:]
+    ctx.gradients = list(output[3:])
+
+
+def _trunk_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optional, ...]:
+    _refuse_second_derivative()
+    *inputs, factor = ctx.saved_tensors
+    trunk, private, log_prior, weight, _targets, bias, _token_weight = inputs
+    nothing = [None] * len(ctx.options)
+    if upstream is None:
+        return (*[None] * MIXTURE_TENSORS, *nothing)
+    gradients, ctx.gradients = ctx.gradients, None
+    if gradients is None:
+        with torch.no_grad():
+            gradients = list(trunk_mixture(*inputs, *ctx.options)[3:])
+    scale = upstream * factor
+    tensors = [trunk, private, log_prior, weight, bias]
+    scaled = [_scale(each, tensor, scale) for each, tensor in zip(gradients, tensors, strict=True)]
+    d_trunk, d_private, d_prior, d_weight, d_bias = scaled
+    return (d_trunk, d_private, d_prior, d_weight, None, d_bias, None, *nothing)
+
+
+trunk_mixture.register_autograd(_trunk_backward, setup_context=_trunk_setup)
+
+
 @torch.library.custom_op("fullrank::rows", mutates_args=())
 def rows_statistics(
     rows: Tensor,
@@ -196,13 +292,13 @@ def rows_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """target [R], lse [R], nll [R], then what the backward pass keeps: maximum [R], others [R] and, where all
     but the rows is frozen, Q W [R, D]."""
-    counted = count_targets(targets, weight.shape[0], ignore_index)
+    asked = Asked(targets, weight.shape[0], ignore_index)
     out = chunked.mixture_forward(
-        rows[:, None, :], rows.new_zeros(rows.shape[0], 1), weight, counted.targets, bias, None,
+        rows[:, None, :], rows.new_zeros(rows.shape[0], 1), weight, asked, bias, None,
         from_parts(kind, constant, slopes),
-        positions=counted.positions, needs=Needs(*needs), late=True, stats=False,
-        workspace=workspace, impl=impl,
+        needs=Needs(*needs), late=True, stats=False, workspace=workspace, impl=impl,
     )  # fmt: skip
+    counted = asked.answer()
     assert out.statistics is not None
     statistics = Statistics(*(counted.blank(column.flatten(), 0.0) for column in out.statistics))
     ready = rows.new_empty(0) if out.d_rows is None else out.d_rows.flatten(1)

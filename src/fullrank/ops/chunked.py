@@ -23,9 +23,10 @@ from fullrank.ops.gradients import Gradients, Needs, add_slope_gradient, empty_g
 from fullrank.ops.pointwise import Pointwise
 from fullrank.ops.products import add_bias, add_products
 from fullrank.ops.reference import compute_dtype
+from fullrank.ops.scaling import scale_rows
 from fullrank.ops.skipping import compact, rows_to_keep
 from fullrank.ops.statistics import Mode, Statistics, posterior
-from fullrank.ops.targets import capturing
+from fullrank.ops.targets import Asked, capturing
 from fullrank.ops.tiles import finish_tile, recompute_gradient, statistics_of
 from fullrank.ops.vocabulary import Vocabulary, vocabulary_for
 
@@ -110,10 +111,22 @@ class Chunk:
 
 
 def score_and_keep(
-    vocabulary: Vocabulary, chunk: Chunk, gradients: Gradients, mode: Mode | None, *, wanted: bool
+    vocabulary: Vocabulary,
+    chunk: Chunk,
+    gradients: Gradients,
+    mode: Mode | None,
+    *,
+    wanted: bool,
+    scored: bool = False,
 ) -> Statistics:
-    """One product; leaves Q (up to `lacking`) in the buffer where `wanted`. Needs all V scores in it."""
-    scores = vocabulary.score(chunk.rows, 0, vocabulary.V)
+    """One product; leaves Q (up to `lacking`) in the buffer where `wanted`. Needs all V scores in it.
+
+    `scored` says that the product is done.
+    """
+    if scored:
+        scores = vocabulary.kept_scores(chunk.rows.shape[0])[:, : vocabulary.V]
+    else:
+        scores = vocabulary.score(chunk.rows, 0, vocabulary.V)
     if vocabulary.plan.kernel:
         return vocabulary.run_kernel(scores, chunk.targets, gradient=wanted, late=chunk.late)
     parts = []
@@ -144,12 +157,11 @@ def mixture_forward(
     rows: Tensor,
     log_prior: Tensor,
     weight: Tensor,
-    targets: Tensor,
+    asked: Asked,
     bias: Tensor | None,
     token_weight: Tensor | None,
     pointwise: Pointwise,
     *,
-    positions: Tensor | None,
     needs: Needs,
     late: bool,
     stats: bool,
@@ -157,9 +169,7 @@ def mixture_forward(
     impl: str = "auto",
     row_skip: float = 0.0,
 ) -> MixtureForward:
-    """rows [N, K, D], log_prior [N, K], targets [N]; products run in the dtype of rows.
-
-    positions are those of the counted tokens; None is all N.
+    """rows [N, K, D], log_prior [N, K], targets [N] that were asked about; products run in the dtype of rows.
 
     `late`: the upstream gradient of each token is not known yet. Then only what is linear in it row by row
     can be made now, which is Q W where all else is frozen; `rows_backward` makes the rest.
@@ -177,6 +187,11 @@ def mixture_forward(
         rows, K, weight, bias, pointwise, workspace, impl=impl, stats=stats, skip=skips
     )
     skips = skips and (vocabulary.kept or not (stats or needs.slopes))
+    ahead = vocabulary.plan.kernel and asked.all_expected
+    if ahead:
+        # Before anything else: the device works on this product while the host waits for what it saw of the
+        # targets.
+        vocabulary.score(rows[: vocabulary.plan.tokens].reshape(-1, D), 0, vocabulary.V)
     out = MixtureForward(
         nll=rows.new_zeros(N, dtype=wide),
         statistics=Statistics(*(rows.new_zeros(N, K, dtype=wide) for _ in range(3))) if late else None,
@@ -188,7 +203,9 @@ def mixture_forward(
     )
     # The bias's gradient waits until it is known which rows are kept.
     in_tiles = replace(out.gradients, bias=None) if skips else out.gradients
-    for index in pieces(N, positions, vocabulary.plan.tokens):
+    counted = asked.answer()
+    targets = counted.targets
+    for number, index in enumerate(pieces(N, counted.positions, vocabulary.plan.tokens)):
         chunk = Chunk(
             rows=rows[index].reshape(-1, D),
             targets=targets[index, None].expand(-1, K).flatten(),
@@ -199,12 +216,15 @@ def mixture_forward(
         shape = chunk.log_prior.shape
         mode = Mode(shape[0], chunk.log_prior) if stats else None
         if vocabulary.kept:
-            statistics = score_and_keep(vocabulary, chunk, in_tiles, mode, wanted=needs.products)
+            statistics = score_and_keep(
+                vocabulary, chunk, in_tiles, mode, wanted=needs.products,
+                scored=ahead and number == 0 and counted.positions is None,
+            )  # fmt: skip
         else:
             statistics = statistics_of(vocabulary, chunk.rows, chunk.targets)
-        nll, posterior_share = posterior(chunk.log_prior, statistics.nll.view(shape))
+        nll, posterior_share = vocabulary.mix(chunk.log_prior, statistics)
         upstream = chunk.weigh(slice(None), posterior_share)
-        factor = upstream * vocabulary.lacking(statistics.total)
+        factor = upstream if vocabulary.plan.kernel else upstream * vocabulary.lacking(statistics.total)
         kept = rows_to_keep(posterior_share, row_skip, D) if skips else None
         some: Index = slice(None) if kept is None else kept
         used = chunk.rows[some]
@@ -235,9 +255,9 @@ def mixture_forward(
         if mode is not None:
             out.argmax[index], out.entropy[index] = mode.argmax, mode.entropy
         if out.d_prior is not None:
-            out.d_prior[index] = -upstream.view(shape)
+            out.d_prior[index] = upstream.view(shape).neg()
         if out.d_rows is not None and d_used is not None:
-            d_used.mul_(factor[some, None])
+            scale_rows(d_used, factor[some], out=d_used)
             if kept is not None:
                 out.d_rows[tokens_at(index, kept // K), kept % K] = d_used.to(rows.dtype)
             elif not in_place:
@@ -283,7 +303,7 @@ def rows_backward(
             add_bias(gradients, scores, upstream[index])
             add_products(vocabulary, scores, chunk, upstream[index], 0, vocabulary.V, gradients, d_chunk)
             if d_chunk is not None:
-                d_chunk.mul_(upstream[index, None])
+                scale_rows(d_chunk, upstream[index], out=d_chunk)
         else:
             recompute_gradient(
                 vocabulary, chunk, y, part, upstream[index], gradients,

@@ -21,6 +21,7 @@ from fullrank.ops import autograd, reference
 from fullrank.ops.gradients import Needs
 from fullrank.ops.plan import default_workspace
 from fullrank.ops.pointwise import IDENTITY, Pointwise
+from fullrank.ops.trunk import trunk_serves
 
 IMPLEMENTATIONS = ("auto", "triton", "chunked", "reference")
 REDUCTIONS = ("mean", "sum", "none")
@@ -66,6 +67,33 @@ def linear_logprob(
         _needs(rows, None, weight, bias, pointwise), workspace, impl,
     )  # fmt: skip
     return target, lse
+
+
+def linear_nll(
+    rows: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    pointwise: Pointwise = IDENTITY,
+    workspace: int | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """-log p(y) = normaliser - f(z_y) and the normaliser of every row: as `linear_logprob`, but here a
+    confident row keeps its digits."""
+    if impl == "reference":
+        target, lse = linear_logprob(rows, weight, targets, bias=bias, pointwise=pointwise, impl=impl)
+        return lse - target, lse
+    if rows.ndim != 2:
+        raise FullrankError(f"rows have shape {_shape(rows)}, expected [R, D]: flatten what leads the width")
+    _check_shapes(rows, weight, targets, bias)
+    _check_implementation(impl)
+    rows = rows.to(_product_dtype(rows, weight))
+    _, lse, nll, *_ = autograd.rows_statistics(
+        rows, weight, targets.long(), bias, pointwise.trained, pointwise.kind, pointwise.constant, None,
+        _needs(rows, None, weight, bias, pointwise), workspace, impl,
+    )  # fmt: skip
+    return nll, lse
 
 
 @overload
@@ -196,6 +224,57 @@ def mixture_nll(
         return loss, evaluate(False, True, Needs())[1]
 
 
+def trunk_nll(
+    trunk: Tensor,
+    private: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: str = "mean",
+    token_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    workspace: int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """`mixture_nll` of rows [trunk; private_k]: trunk [N, D - r], private [N, K, r], the rest as there.
+
+    The trunk's part of every product is made once and not K times: see `trunk.py`. reduction="none" with
+    gradients goes the way of whole rows, as on CUDA does what the kernels cannot serve (private parts wider
+    than 128, fp32).
+    """
+    if trunk.ndim != 2 or private.ndim != 3 or private.shape[:1] != trunk.shape[:1]:
+        raise FullrankError(
+            f"trunk has shape {_shape(trunk)} and private {_shape(private)}, "
+            "expected [N, D - r] and [N, K, r]"
+        )
+    width = trunk.shape[1] + private.shape[2]
+    # A row of the right shape without its memory: the checks ask for no more.
+    _check_mixture(private[:, :, :1].expand(-1, -1, width), log_prior, weight, targets, bias)
+    check_reduction(targets, reduction, token_weight)
+    _check_implementation(impl)
+    needs = _needs(trunk, log_prior, weight, bias, IDENTITY)
+    needs = needs._replace(rows=needs.rows or (private.requires_grad and torch.is_grad_enabled()))
+    product = _product_dtype(trunk, weight)
+    unserved = impl == "auto" and not trunk_serves(trunk.device, product, private.shape[2])
+    if impl == "reference" or unserved or (reduction == "none" and any(needs)) or trunk.shape[1] == 0:
+        rows = torch.cat([trunk[:, None].expand(-1, private.shape[1], -1), private], dim=2)
+        return mixture_nll(
+            rows, log_prior, weight, targets, bias=bias, reduction=reduction, token_weight=token_weight,
+            ignore_index=ignore_index, workspace=workspace, impl=impl,
+        )  # fmt: skip
+    loss, nll, *_ = autograd.trunk_mixture(
+        trunk.to(product), private.to(product), log_prior, weight, targets.long(), bias, token_weight,
+        reduction == "mean", ignore_index, needs, workspace, impl,
+    )  # fmt: skip
+    if reduction != "none":
+        return loss
+    if token_weight is not None:
+        nll = torch.where(targets != ignore_index, nll * token_weight.to(nll.dtype), 0.0)
+    return nll
+
+
 def mixture_log_probs(
     rows: Tensor,
     log_prior: Tensor,
@@ -217,6 +296,11 @@ def mixture_log_probs(
     if any(_needs(rows, log_prior, weight, bias, pointwise)):
         return reference.mixture_log_probs(rows, log_prior, weight, bias=bias, pointwise=pointwise)
     (N, K, _), V = rows.shape, weight.shape[0]
+    if _mixing_serves(rows, pointwise):
+        size = max(1, _workspace(workspace, rows.device) // (K * V * rows.itemsize))
+        pieces = zip(rows.split(size), log_prior.split(size), strict=True)
+        mixed = [_mix(part, prior, weight, bias, pointwise, best=False)[0] for part, prior in pieces]
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
     out = rows.new_full((N, V), -torch.inf, dtype=reference.compute_dtype(product))
     # The definition holds about eight copies of its scores at once.
     fitting = max(1, _workspace(workspace, rows.device) // (8 * out.itemsize * V))
@@ -231,6 +315,69 @@ def mixture_log_probs(
             )
             out[tokens] = torch.logaddexp(out[tokens], part)
     return out
+
+
+def row_scores(
+    rows: Tensor, weight: Tensor, bias: Tensor | None = None, pointwise: Pointwise = IDENTITY
+) -> Tensor:
+    """f(W row + b) [R, V] of rows [R, D], before any normaliser; masked entries are -inf."""
+    _check_shapes(rows, weight, None, bias)
+    product = _product_dtype(rows, weight)
+    return reference.bent_scores(rows.to(product), weight.to(product), bias, pointwise)
+
+
+@torch.no_grad()
+def mixture_argmax(
+    rows: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    pointwise: Pointwise = IDENTITY,
+    workspace: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The largest log-probability [N] of the mixture and its entry [N]; on CUDA without a table of N x V."""
+    _check_mixture(rows, log_prior, weight, None, bias)
+    product = _product_dtype(rows, weight)
+    rows, weight = rows.to(product), weight.to(product)
+    (_, K, _), V = rows.shape, weight.shape[0]
+    each = K * V * (rows.itemsize if _mixing_serves(rows, pointwise) else 8 * 4)
+    size = max(1, _workspace(workspace, rows.device) // each)
+    found = []
+    for part, prior in zip(rows.split(size), log_prior.split(size), strict=True):
+        if _mixing_serves(rows, pointwise):
+            found.append(_mix(part, prior, weight, bias, pointwise, best=True))
+        else:
+            best = mixture_log_probs(part, prior, weight, bias=bias, pointwise=pointwise).max(1)
+            found.append((best.values, best.indices))
+    values, entries = (torch.cat(column) for column in zip(*found, strict=True))
+    return values, entries
+
+
+def _mixing_serves(rows: Tensor, pointwise: Pointwise) -> bool:
+    if not rows.is_cuda or rows.dtype == torch.float64 or rows.shape[0] == 0:
+        return False
+    from fullrank.ops import triton
+
+    return triton.obstacle(rows.device, rows.dtype, pointwise) is None
+
+
+def _mix(
+    rows: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pointwise: Pointwise,
+    *,
+    best: bool,
+) -> tuple[Tensor, Tensor]:
+    from fullrank.ops import mixing_kernels
+
+    # Autocast reaches in here, and the dtype is decided.
+    with torch.autocast(rows.device.type, enabled=False):
+        scores = torch.mm(rows.flatten(0, 1), weight.t())
+    shift = None if bias is None else bias.float()
+    return mixing_kernels.mix_scores(scores, log_prior.float(), shift, pointwise, best=best)
 
 
 def check_reduction(targets: Tensor, reduction: str, token_weight: Tensor | None) -> None:
@@ -343,4 +490,12 @@ def _check_device(rows: Tensor, **tensors: Tensor) -> None:
             )
 
 
-__all__ = ["TokenStats", "linear_logprob", "mixture_log_probs", "mixture_nll"]
+__all__ = [
+    "TokenStats",
+    "linear_logprob",
+    "mixture_argmax",
+    "mixture_log_probs",
+    "mixture_nll",
+    "row_scores",
+    "trunk_nll",
+]

@@ -11,6 +11,7 @@ multiple of 16 bytes, as do the fast products: each row is padded to its stride.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,10 @@ DEVICE_PART = 16
 MOST_ROWS = {"cpu": 512}
 DEVICE_MOST_ROWS = 16384
 LEAST_ROWS = 64
+# On a device, a chunk of so many rows is as fast as a larger one. Where a single chunk would take more bytes
+# than these, two take half the memory in the same time; below, launches cost more than memory does.
+DEVICE_ENOUGH_ROWS = 4096
+DEVICE_ENOUGH_BYTES = 640 * MIB
 
 # Bytes of scores in an elementwise tile: what a core's cache keeps on a CPU, what fills the chip elsewhere.
 TILE_BYTES = {"cpu": 2 * MIB}
@@ -66,6 +71,7 @@ def padded(V: int) -> int:
     return -(-V // STRIDE) * STRIDE
 
 
+@functools.cache
 def default_workspace(device: torch.device) -> int:
     if device.type == "cuda" and torch.cuda.is_available():
         return min(DEVICE_WORKSPACE, torch.cuda.get_device_properties(device).total_memory // DEVICE_PART)
@@ -106,6 +112,8 @@ def make_plan(
         room = workspace - max(slice_bytes, copy_bytes)
         tokens = min(most_tokens, room // (K * (line_bytes + row_bytes)))
         if tokens * K >= min(LEAST_ROWS, most_tokens * K):
+            if tokens * K * line_bytes > DEVICE_ENOUGH_BYTES:
+                tokens = min(tokens, max(DEVICE_ENOUGH_ROWS // K, -(-N // 2), 1))
             # Chunks of one size: the same number of them in less memory.
             tokens = -(-max(N, 1) // -(-max(N, 1) // tokens))
             slice_rows = slice_bytes // (D * (narrow + wide)) if slice_bytes else V

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fullrank.ops.gradients import Gradients
+from fullrank.ops.scaling import scale_rows
 from fullrank.ops.targets import capturing
 from fullrank.ops.vocabulary import Vocabulary
 
@@ -38,7 +39,7 @@ def add_products(
         else:
             d_rows.add_(torch.mm(scores, weight))
     if gradients.weight is not None:
-        scaled = torch.mul(rows, factor[:, None], out=torch.empty_like(rows))
+        scaled = scale_rows(rows, factor, out=torch.empty_like(rows))
         total = gradients.weight if vocabulary.plan.kernel else gradients.weight[start:stop]
         add_wide(total, scores.t(), scaled, step=vocabulary.plan.slice_rows)
 

@@ -19,13 +19,14 @@ This is the only module that imports Triton, and nothing imports this module bef
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fullrank.ops.pointwise import Identity, Pointwise, Sigsoftmax, Softcap
+from fullrank.ops.pointwise import IDENTITY, Identity, Pointwise, Sigsoftmax, Softcap
 from fullrank.ops.statistics import Statistics
 
 try:
@@ -37,10 +38,14 @@ except ImportError:
 KINDS = {Identity.kind: 0, Sigsoftmax.kind: 1, Softcap.kind: 2}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Scores that a program holds at once, and the bytes of a row from which on it takes the whole multiprocessor:
-# the rows in work must fit the second-level cache together, or the second pass reads memory again.
-BLOCK = 8192
-WIDE_ROW = 80 * 1024
+# Bytes that a lane takes at a time; lanes of a program, which takes a row; programs for a multiprocessor.
+# With a gradient few are in work at once (two of 1024 lanes fill a multiprocessor): a row must stay in the
+# second-level cache between its two passes.
+GROUP_BYTES = 16
+LANES = {True: 1024, False: 256}
+PROGRAMS = 8
+
+SCALED = 4096
 
 
 def interpreted() -> bool:
@@ -48,8 +53,8 @@ def interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, pointwise: Pointwise) -> str | None:
-    """Why the kernel cannot serve such scores, or None where it can."""
+def obstacle(device: torch.device, dtype: torch.dtype, pointwise: Pointwise = IDENTITY) -> str | None:
+    """Why the kernels cannot serve such scores, or None where they can."""
     if triton is None:
         return "Triton is not installed"
     if device.type != "cuda" and not interpreted():
@@ -58,9 +63,15 @@ def obstacle(device: torch.device, dtype: torch.dtype, pointwise: Pointwise) -> 
         return f"the products run in {dtype}, expected bfloat16, float16 or float32"
     if pointwise.kind not in KINDS:
         return f"the pointwise function is {pointwise.kind}, expected one of {', '.join(KINDS)}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    if device.type == "cuda" and properties(device).major < 8:
+        return f"{properties(device).name} is older than compute capability 8.0"
     return None
+
+
+@functools.cache
+def properties(device: torch.device) -> Any:
+    """Of a CUDA device; torch looks them up anew every time."""
+    return torch.cuda.get_device_properties(device)
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -91,19 +102,46 @@ def bend(scores, constant, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def take(scores, bias, column, V, stride, constant, KIND: tl.constexpr, BIASED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """f and f' at some columns of a row; what is masked or beyond V is -inf."""
-    # The bound is the stride, a multiple of 16, so that the loads stay 16 bytes wide for any V.
-    inside = column < stride
-    score = tl.load(scores + column, mask=inside, other=0.0).to(tl.float32)
-    kept = column < V
+def take(  # type: ignore[no-untyped-def]
+    scores,
+    bias,
+    column,
+    V,
+    stride,
+    constant,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """f and f' at some columns of a row; what is masked or beyond V is -inf. Only a TAIL may go beyond V."""
+    if TAIL:
+        # The bound is the stride, a multiple of 16, so that the loads stay 16 bytes wide for any V.
+        score = tl.load(scores + column, mask=column < stride, other=0.0).to(tl.float32)
+    else:
+        score = tl.load(scores + column).to(tl.float32)
     if BIASED:
-        shift = tl.load(bias + column, mask=inside, other=0.0)
+        # As long as the stride, with -inf beyond V: the bias is the mask of the tail as well.
+        shift = tl.load(bias + column, mask=column < stride, other=float("-inf"))
         masked = shift == float("-inf")
-        kept = kept & (masked == 0)
         score += tl.where(masked, 0.0, shift)
     value, slope = bend(score, constant, KIND)
-    return tl.where(kept, value, float("-inf")), slope
+    if BIASED:
+        value = tl.where(masked, float("-inf"), value)
+    elif TAIL:
+        value = tl.where(column < V, value, float("-inf"))
+    return value, slope
+
+
+@jit
+def join(value, peaks, sums, column, y, HIDDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One block of values into the running maximum and sum of each lane."""
+    higher = tl.maximum(peaks, tl.max(value, axis=1))
+    # A lane may have seen masked entries only: exp(-inf - (-inf)) is no number.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp(value - anchor[:, None])
+    if not HIDDEN:
+        weight = tl.where(column == y, 0.0, weight)
+    return higher, sums * tl.exp(peaks - anchor) + tl.sum(weight, axis=1)
 
 
 @jit
@@ -115,6 +153,7 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
     others,
     target,
     constant,
+    rows,
     V: tl.constexpr,
     stride: tl.constexpr,
     KIND: tl.constexpr,
@@ -124,51 +163,195 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    # Rows times stride may pass 2^31.
-    row = tl.program_id(0).to(tl.int64)
-    scores += row * stride
-    y = tl.load(targets + row).to(tl.int32)
-    own, _own_slope = take(scores, bias, y, V, stride, constant, KIND, BIASED)
-
+    BLOCK: tl.constexpr = LANES * GROUP
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    # A soft cap would lift the -inf that hides the target.
+    HIDDEN: tl.constexpr = GRADIENT and KIND != 2
     within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    peaks = tl.full([LANES], float("-inf"), tl.float32)
-    sums = tl.zeros([LANES], tl.float32)
-    for start in range(0, V, LANES * GROUP):
-        column = start + within
-        value, slope = take(scores, bias, column, V, stride, constant, KIND, BIASED)
-        higher = tl.maximum(peaks, tl.max(value, axis=1))
-        # A lane may have seen masked entries only: exp(-inf - (-inf)) is no number.
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.where(column == y, 0.0, tl.exp(value - anchor[:, None]))
-        sums = sums * tl.exp(peaks - anchor) + tl.sum(weight, axis=1)
-        peaks = higher
-    top = tl.max(peaks, axis=0)
-    anchor = tl.where(top == float("-inf"), 0.0, top)
-    rest = tl.sum(sums * tl.exp(peaks - anchor), axis=0)
-    tl.store(maximum + row, top)
-    tl.store(others + row, rest)
-    tl.store(target + row, own)
+    row = tl.program_id(0)
+    while row < rows:
+        # Rows times stride may pass 2^31.
+        line = scores + row.to(tl.int64) * stride
+        y = tl.load(targets + row).to(tl.int32)
+        own, own_slope = take(line, bias, y, V, stride, constant, KIND, BIASED, True)
+        if HIDDEN:
+            # Then no entry has to ask whether it is the target's. Every lane reads it before one hides it.
+            tl.debug_barrier()
+            tl.store(line + y, float("-inf"))
+            tl.debug_barrier()
 
-    if GRADIENT:
-        inverse = 1.0 / (rest + tl.exp(own - top))
-        entry = 0.0
-        if not LATE:
-            # A masked target is no score of the row: nothing falls on it.
-            entry = tl.where(own == float("-inf"), 0.0, -rest * inverse)
-        for start in range(0, V, LANES * GROUP):
+        peaks = tl.full([LANES], float("-inf"), tl.float32)
+        sums = tl.zeros([LANES], tl.float32)
+        for start in range(0, FULL, BLOCK):
             column = start + within
-            value, slope = take(scores, bias, column, V, stride, constant, KIND, BIASED)
-            gradient = tl.where(column == y, entry, tl.exp(value - top) * inverse)
+            value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, False)
+            peaks, sums = join(value, peaks, sums, column, y, HIDDEN)
+        if V > FULL:
+            column = FULL + within
+            value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
+            peaks, sums = join(value, peaks, sums, column, y, HIDDEN)
+        highest = tl.max(peaks, axis=0)
+        # Over all entries, where the target was hidden as well.
+        top = tl.maximum(highest, own)
+        anchor = tl.where(top == float("-inf"), 0.0, top)
+        rest = tl.sum(sums * tl.exp(peaks - anchor), axis=0)
+        tl.store(maximum + row, top)
+        tl.store(others + row, rest)
+        tl.store(target + row, own)
+
+        if GRADIENT:
+            inverse = 1.0 / (rest + tl.exp(own - anchor))
+            entry = 0.0
+            if not LATE:
+                # A masked target is no score of the row: nothing falls on it.
+                entry = tl.where(own == float("-inf"), 0.0, -rest * inverse)
             if KIND != 0:
-                gradient *= slope
-            tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=column < stride)
+                entry *= own_slope
+            for start in range(0, FULL, BLOCK):
+                column = start + within
+                value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, False)
+                gradient = tl.exp(value - anchor) * inverse
+                if KIND != 0:
+                    gradient *= slope
+                if not HIDDEN:
+                    gradient = tl.where(column == y, entry, gradient)
+                tl.store(line + column, gradient.to(scores.dtype.element_ty))
+            if stride > FULL:
+                column = FULL + within
+                value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
+                gradient = tl.exp(value - anchor) * inverse
+                if KIND != 0:
+                    gradient *= slope
+                if not HIDDEN:
+                    gradient = tl.where(column == y, entry, gradient)
+                tl.store(line + column, gradient.to(scores.dtype.element_ty), mask=column < stride)
+            if HIDDEN:
+                tl.debug_barrier()
+                tl.store(line + y, entry)
+        row += tl.num_programs(0)
 
 
-def launch_sizes(V: int, itemsize: int) -> tuple[int, int, int]:
+@jit
+def look_kernel(targets, seen, tokens, V, ignored, IGNORES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    outside = tl.zeros([BLOCK], tl.int32)
+    left_out = tl.zeros([BLOCK], tl.int32)
+    start = 0
+    while start < tokens:
+        at = start + tl.arange(0, BLOCK)
+        target = tl.load(targets + at, mask=at < tokens, other=0)
+        outside += ((target < 0) | (target >= V)).to(tl.int32)
+        if IGNORES:
+            left_out += ((target == ignored) & (at < tokens)).to(tl.int32)
+        start += BLOCK
+    tl.store(seen, tl.sum(outside, axis=0).to(tl.int64))
+    tl.store(seen + 1, tl.sum(left_out, axis=0).to(tl.int64))
+
+
+def look_at_targets(targets: Tensor, V: int, ignore_index: int | None) -> Tensor:
+    """As `targets.look` has it."""
+    seen = targets.new_empty(2, dtype=torch.int64)
+    with on_device(targets):
+        look_kernel[(1,)](
+            targets.contiguous(), seen, targets.shape[0], V, ignore_index or 0,
+            IGNORES=ignore_index is not None, BLOCK=4096, num_warps=8,
+        )  # fmt: skip
+    return seen
+
+
+@jit
+def mix_rows_kernel(  # type: ignore[no-untyped-def]
+    maximum,
+    others,
+    target,
+    log_prior,
+    nll,
+    share,
+    tokens,
+    K,
+    COMPONENTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    k = tl.arange(0, COMPONENTS)
+    here = (token < tokens)[:, None] & (k < K)[None, :]
+    at = token[:, None] * K + k[None, :]
+    top = tl.load(maximum + at, mask=here, other=0.0)
+    rest = tl.load(others + at, mask=here, other=1.0)
+    own = tl.load(target + at, mask=here, other=0.0)
+    prior = tl.load(log_prior + at, mask=here, other=float("-inf"))
+    gap = tl.where(own == float("-inf"), own, own - top)
+    # Where the target is the maximum, log(1 + S), by its series where S is small; elsewhere S is at least 1.
+    series = rest * (1.0 - rest * (0.5 - rest * (1.0 / 3.0 - rest * (0.25 - rest * 0.2))))
+    sure = tl.where(rest < 0.02, series, tl.log(1.0 + rest))
+    row = tl.where(gap == 0.0, sure, tl.log(rest + tl.exp(gap)) - gap)
+    joint = prior - row
+    peak = tl.max(joint, axis=1)
+    anchor = tl.where(peak == float("-inf"), 0.0, peak)
+    parts = tl.exp(joint - anchor[:, None])
+    total = tl.sum(parts, axis=1)
+    tl.store(nll + token, -(anchor + tl.log(total)), mask=token < tokens)
+    # A token that no component can emit has no posterior: its shares are 0.
+    parts = tl.where(peak[:, None] == float("-inf"), 0.0, parts / total[:, None])
+    tl.store(share + at, parts, mask=here)
+
+
+def mix_rows(statistics: Statistics, log_prior: Tensor, nll: Tensor) -> Tensor:
+    """`statistics.posterior` of rows [tokens * K]: losses into nll [tokens], shares [tokens, K] out."""
+    tokens, K = log_prior.shape
+    share = torch.empty_like(log_prior, memory_format=torch.contiguous_format)
+    if tokens:
+        components = triton.next_power_of_2(K)
+        block = max(1, 1024 // components)
+        with on_device(log_prior):
+            mix_rows_kernel[(-(-tokens // block),)](
+                *statistics, log_prior.contiguous(), nll, share, tokens, K,
+                COMPONENTS=components, TOKENS=block, num_warps=4,
+            )  # fmt: skip
+    return share
+
+
+@jit
+def scale_rows_kernel(x, factor, out, width, length, SINGLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < length
+    if SINGLE:  # noqa: SIM108 - a ternary would be an expression of both
+        scale = tl.load(factor)
+    else:
+        scale = tl.load(factor + at // width, mask=inside, other=0.0)
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """As `scaling.py` has it, for contiguous tensors."""
+    length = x.numel()
+    if length:
+        width = length // x.shape[0] if factor.ndim else 1
+        with on_device(x):
+            scale_rows_kernel[(-(-length // SCALED),)](
+                x, factor, out, width, length, SINGLE=factor.ndim == 0, BLOCK=SCALED, num_warps=8
+            )
+    return out
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def launch_sizes(V: int, itemsize: int, *, gradient: bool) -> tuple[int, int, int]:
     """Lanes, scores that a lane takes at a time, and warps."""
-    group = 16 // itemsize
-    block = min(BLOCK * (2 if V * itemsize > WIDE_ROW else 1), max(512, triton.next_power_of_2(V)))
-    return block // group, group, max(1, min(32, block // 512))
+    group = GROUP_BYTES // itemsize
+    lanes = max(32, min(LANES[gradient], triton.next_power_of_2(-(-V // group))))
+    return lanes, group, lanes // 32
+
+
+def programs(rows: int, device: torch.device) -> int:
+    """How many programs share the rows; outside CUDA two, so that a program goes through several."""
+    if device.type != "cuda":
+        return min(rows, 2)
+    return min(rows, PROGRAMS * int(properties(device).multi_processor_count))
 
 
 def score_rows(
@@ -182,18 +365,17 @@ def score_rows(
 ) -> Statistics:
     """Statistics of scores [R, V]; with `gradient` the scores become Q, in place.
 
-    scores may have padded rows, whose padding is overwritten; bias is fp32 and as long as the stride, so that
-    it is loaded as the scores are. `late` leaves 0 at the target.
+    scores may have padded rows, whose padding is overwritten; bias is fp32, as long as the stride and -inf
+    beyond V. `late` leaves 0 at the target.
     """
     rows, V = scores.shape
     out = Statistics(*(scores.new_empty(rows, dtype=torch.float32) for _ in range(3)))
     if rows == 0:
         return out
-    lanes, group, warps = launch_sizes(V, scores.itemsize)
-    here = torch.cuda.device(scores.device) if scores.device.type == "cuda" else contextlib.nullcontext()
-    with here:
-        score_rows_kernel[(rows,)](
-            scores, scores if bias is None else bias, targets.contiguous(), *out, pointwise.constant,
+    lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=gradient)
+    with on_device(scores):
+        score_rows_kernel[(programs(rows, scores.device) if gradient else rows,)](
+            scores, scores if bias is None else bias, targets.contiguous(), *out, pointwise.constant, rows,
             V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind], BIASED=bias is not None,
             GRADIENT=gradient, LATE=late, LANES=lanes, GROUP=group, num_warps=warps,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from fullrank.errors import FullrankError
 from fullrank.ops.plan import Plan, default_workspace, make_plan
 from fullrank.ops.pointwise import Evaluated, Identity, Pointwise
 from fullrank.ops.reference import compute_dtype
-from fullrank.ops.statistics import Statistics
+from fullrank.ops.statistics import Statistics, posterior
 from fullrank.ops.targets import capturing
 
 
@@ -54,7 +54,7 @@ class Vocabulary:
         self.masked: Tensor | None = None
         self.kernel_bias: Tensor | None = None
         if self.bias is not None and plan.kernel:
-            self.kernel_bias = functional.pad(self.bias, (0, plan.stride - self.V))
+            self.kernel_bias = functional.pad(self.bias, (0, plan.stride - self.V), value=-torch.inf)
         if self.bias is not None and not isinstance(pointwise, Identity):
             # Masked entries: f must see a finite score, and the mask goes on after f.
             masked = torch.isneginf(self.bias)
@@ -96,6 +96,15 @@ class Vocabulary:
         return triton.score_rows(
             scores, self.kernel_bias, targets, self.pointwise, gradient=gradient, late=late
         )
+
+    def mix(self, log_prior: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
+        """Losses [tokens] and posterior shares [tokens, K] of a chunk's rows."""
+        if not self.plan.kernel:
+            return posterior(log_prior, statistics.nll.view(log_prior.shape))
+        from fullrank.ops import triton
+
+        nll = log_prior.new_empty(log_prior.shape[0])
+        return nll, triton.mix_rows(statistics, log_prior, nll)
 
     def gradient_of_rows(self, rows: Tensor) -> Tensor:
         """Room for Q W of a chunk: summed over blocks of the vocabulary it is kept in the wide dtype."""

@@ -1,0 +1,264 @@
+"""A mixture whose K rows share all but their last r entries: row_k = [trunk (D - r); private_k (r)].
+
+    s_k = W_t trunk + W_p private_k + b,   W = [W_t (V x D - r), W_p (V x r)]
+
+The trunk is scored once a token, and its gradient needs two products whatever K is; with Q_k and g_k of a row
+as in `tiles.py`,
+
+    d private_k = g_k (Q_k W_p)             d W_p = sum_k Q_k^T (g_k private_k)
+    d trunk = (sum_k g_k Q_k) W_t           d W_t = (sum_k g_k Q_k)^T trunk
+
+Keeping K x V scores of a token would cost what the sharing saves, so the gradient makes s_k again, for r / D
+of a product. In products of the softmax's size: 3 (D - r) / D + 4 K r / D, and one K r / D more with the
+kernels of `trunk_kernels.py`, which go over the scores twice; a mixture of unshared rows takes 3 K.
+
+Only the identity for f, and only losses whose weight is known in the forward pass: `dispatch.py` gives
+everything else to the mixture of whole rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fullrank.errors import FullrankError
+from fullrank.ops.chunked import pieces
+from fullrank.ops.gradients import Needs
+from fullrank.ops.plan import DEVICE_MOST_ROWS, MIB, MOST_ROWS, default_workspace
+from fullrank.ops.products import add_wide
+from fullrank.ops.reference import compute_dtype
+from fullrank.ops.scaling import scale_rows
+from fullrank.ops.statistics import Statistics, posterior
+from fullrank.ops.targets import Asked
+
+
+@dataclass
+class TrunkForward:
+    """What one pass makes; gradients are those of sum_i weight_i nll_i, None where not asked for."""
+
+    nll: Tensor
+    """[N], without weights."""
+    d_trunk: Tensor | None
+    d_private: Tensor | None
+    d_prior: Tensor | None
+    d_weight: Tensor | None
+    d_bias: Tensor | None
+
+
+def trunk_serves(device: torch.device, product: torch.dtype, private: int) -> bool:
+    """Whether this pass is the fast one: on a processor always, on CUDA with its kernels."""
+    if device.type != "cuda":
+        return True
+    from fullrank.ops import trunk_kernels
+
+    return trunk_kernels.obstacle(device, product, private) is None
+
+
+def kernels_for(impl: str, trunk: Tensor, private: int) -> ModuleType | None:
+    """The module of kernels where they serve; impl="triton" raises where they cannot."""
+    if impl == "chunked" or (impl == "auto" and trunk.device.type != "cuda"):
+        return None
+    from fullrank.ops import trunk_kernels
+
+    obstacle = trunk_kernels.obstacle(trunk.device, trunk.dtype, private)
+    if obstacle is not None and impl == "triton":
+        raise FullrankError(
+            f"impl='triton' cannot serve here: {obstacle}; pass impl='auto' for any path that can"
+        )
+    return None if obstacle is not None else trunk_kernels
+
+
+@dataclass
+class Chunk:
+    """Some tokens: trunk [T, D - r], private [T, K, r], targets [T]."""
+
+    trunk: Tensor
+    private: Tensor
+    targets: Tensor
+
+
+class TrunkVocabulary:
+    """W in its two parts and b, with the buffer for the trunk's scores of a chunk of tokens."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        shared: int,
+        *,
+        product: torch.dtype,
+        kernels: ModuleType | None,
+    ) -> None:
+        self.V, self.kernels = weight.shape[0], kernels
+        self.wide = compute_dtype(product)
+        self.entries = -(-self.V // kernels.STRIDE) * kernels.STRIDE if kernels else self.V
+        more = self.entries - self.V
+        # Copies: products want rows that lie side by side, and the kernels' are padded.
+        self.shared, self.private = (
+            functional.pad(part.to(product), (0, 0, 0, more)).contiguous()
+            for part in (weight[:, :shared], weight[:, shared:])
+        )
+        self.bias = None if bias is None else functional.pad(bias.to(self.wide), (0, more), value=-torch.inf)
+
+    def work_on(self, chunk: Chunk, scores: Tensor) -> Any:
+        """The chunk with its trunk's scores [T, entries] in the hands of the kernels, or of torch."""
+        if self.kernels is None:
+            return TorchScores(self, chunk, scores)
+        return self.kernels.Scores(
+            scores, chunk.private, self.private, self.bias, chunk.targets.contiguous(), self.V
+        )
+
+    def chunk_tokens(self, N: int, K: int, workspace: int, device: torch.device) -> int:
+        """Tokens whose scores fit: in the narrow dtype for kernels, else four buffers in the wide one."""
+        width = self.shared.shape[1] + self.private.shape[1] * K
+        each = self.entries * (self.shared.itemsize if self.kernels else 4 * self.wide.itemsize)
+        each += 3 * width * self.wide.itemsize
+        fitting = workspace // each
+        if fitting == 0:
+            need = -(-each // MIB)
+            raise FullrankError(
+                f"a workspace of {workspace} bytes cannot hold the scores of one token: "
+                f"pass workspace={need * MIB} ({need} MiB) or more"
+            )
+        tokens = max(1, min(N, fitting, MOST_ROWS.get(device.type, DEVICE_MOST_ROWS)))
+        return -(-max(N, 1) // -(-max(N, 1) // tokens))
+
+
+def trunk_forward(
+    trunk: Tensor,
+    private: Tensor,
+    log_prior: Tensor,
+    weight: Tensor,
+    asked: Asked,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    *,
+    needs: Needs,
+    workspace: int | None,
+    impl: str,
+) -> TrunkForward:
+    """trunk [N, D - r], private [N, K, r], log_prior [N, K]; `needs.rows` is for both parts of the rows."""
+    N, K, r = private.shape
+    shared, wide = trunk.shape[1], compute_dtype(trunk.dtype)
+    kernels = kernels_for(impl, trunk, r)
+    vocabulary = TrunkVocabulary(weight, bias, shared, product=trunk.dtype, kernels=kernels)
+    bytes_ = default_workspace(trunk.device) if workspace is None else workspace
+    size = vocabulary.chunk_tokens(N, K, bytes_, trunk.device)
+    buffer = trunk.new_empty(size, vocabulary.entries)
+    ahead = kernels is not None and asked.all_expected
+    if ahead:
+        # The device works on this product while the host waits for what it saw of the targets.
+        torch.mm(trunk[:size], vocabulary.shared.t(), out=buffer[: min(N, size)])
+
+    def zeros(*shape: int) -> Tensor:
+        return trunk.new_zeros(shape, dtype=wide)
+
+    d_shared, d_owned = (
+        (zeros(vocabulary.entries, shared), zeros(vocabulary.entries, r)) if needs.weight else (None, None)
+    )
+    out = TrunkForward(
+        nll=zeros(N),
+        d_trunk=torch.zeros_like(trunk) if needs.rows else None,
+        d_private=torch.zeros_like(private) if needs.rows else None,
+        d_prior=zeros(N, K) if needs.prior else None,
+        d_weight=None,
+        d_bias=zeros(vocabulary.entries) if needs.bias else None,
+    )
+    counted = asked.answer()
+    for number, index in enumerate(pieces(N, counted.positions, size)):
+        chunk = Chunk(trunk[index], private[index].contiguous(), counted.targets[index])
+        scores = buffer[: chunk.trunk.shape[0]]
+        if not (ahead and number == 0 and counted.positions is None):
+            torch.mm(chunk.trunk, vocabulary.shared.t(), out=scores)
+        work = vocabulary.work_on(chunk, scores)
+        statistics: Statistics = work.statistics()
+        prior = log_prior[index].to(wide)
+        out.nll[index], share = posterior(prior, statistics.nll)
+        factor = share if token_weight is None else share * token_weight[index, None].to(wide)
+        if out.d_prior is not None:
+            out.d_prior[index] = -factor
+        if not needs.products:
+            continue
+        # A row that is masked from end to end has no normaliser.
+        lse = torch.where(statistics.total == 0, 0.0, statistics.lse)
+        entry = statistics.deficit / torch.where(statistics.total == 0, 1.0, statistics.total)
+        in_place = isinstance(index, slice)
+        d_private: Tensor | None = None
+        if out.d_private is not None:
+            d_private = out.d_private[index] if in_place else torch.empty_like(chunk.private)
+        summed: Tensor = work.gradients(
+            lse, entry, factor.contiguous(), d_private=d_private, d_weight=d_owned
+        )
+        if out.d_trunk is not None and out.d_private is not None and d_private is not None:
+            if in_place:
+                torch.mm(summed, vocabulary.shared, out=out.d_trunk[index])
+            else:
+                out.d_private[index] = d_private
+                out.d_trunk[index] = torch.mm(summed, vocabulary.shared)
+        if d_shared is not None:
+            add_wide(
+                d_shared, summed.t(), chunk.trunk, step=max(1, bytes_ // (8 * shared * (wide.itemsize + 2)))
+            )
+        if out.d_bias is not None:
+            out.d_bias += summed.sum(0, dtype=wide)
+    if d_shared is not None and d_owned is not None:
+        out.d_weight = torch.cat([d_shared[: vocabulary.V], d_owned[: vocabulary.V]], dim=1)
+    if out.d_bias is not None:
+        out.d_bias = out.d_bias[: vocabulary.V]
+    return out
+
+
+class TorchScores:
+    """A chunk with torch alone, one component after the other; `trunk_kernels.Scores` does the same."""
+
+    def __init__(self, vocabulary: TrunkVocabulary, chunk: Chunk, scores: Tensor) -> None:
+        self.vocabulary, self.chunk = vocabulary, chunk
+        self.scores = scores.to(vocabulary.wide)
+        if vocabulary.bias is not None:
+            self.scores += vocabulary.bias
+
+    def component(self, k: int) -> Tensor:
+        """s_k [T, V]."""
+        return self.scores + torch.mm(self.chunk.private[:, k], self.vocabulary.private.t())
+
+    def statistics(self) -> Statistics:
+        """[T, K] each."""
+        y = self.chunk.targets[:, None]
+        parts = []
+        for k in range(self.chunk.private.shape[1]):
+            s = self.component(k)
+            maximum, target = s.amax(1), s.gather(1, y)[:, 0]
+            anchor = torch.where(torch.isneginf(maximum), 0.0, maximum)
+            others = s.sub_(anchor[:, None]).exp_().scatter_(1, y, 0.0).sum(1)
+            parts.append(Statistics(maximum, others, target))
+        return Statistics(*(torch.stack(column, 1) for column in zip(*parts, strict=True)))
+
+    def gradients(
+        self,
+        lse: Tensor,
+        entry: Tensor,
+        factor: Tensor,
+        *,
+        d_private: Tensor | None,
+        d_weight: Tensor | None,
+    ) -> Tensor:
+        """Fills d_private, adds to d_weight [V, r], returns the gradient of the trunk's scores."""
+        y, vocabulary = self.chunk.targets[:, None], self.vocabulary
+        summed = torch.zeros_like(self.scores)
+        for k in range(self.chunk.private.shape[1]):
+            own = self.chunk.private[:, k]
+            s = self.component(k).sub_(lse[:, k, None]).exp_().scatter_(1, y, entry[:, k, None])
+            q, g = s.to(own.dtype), factor[:, k].contiguous()
+            if d_private is not None:
+                part = torch.mm(q, vocabulary.private)
+                d_private[:, k] = scale_rows(part, g, out=part)
+            if d_weight is not None:
+                scaled = scale_rows(own, g, out=torch.empty_like(own, memory_format=torch.contiguous_format))
+                add_wide(d_weight, q.t(), scaled, step=vocabulary.V)
+            summed.addcmul_(s, g[:, None])
+        return summed.to(self.chunk.trunk.dtype)
