@@ -207,6 +207,24 @@ def test_kernels(sizes):
 
 
 @interpreter
+def test_kernels_under_autocast():
+    inputs = {
+        name: value.float() if value.is_floating_point() else value for name, value in problem().items()
+    }
+    mine, rows = leaves(inputs, torch.float32), leaves(inputs, torch.float32)
+    exact = leaves(inputs, torch.float64)
+    with torch.autocast("cpu", torch.float16):
+        loss, whole = by_trunk(mine, impl="triton"), by_rows(rows)
+    for each in (loss, whole, by_rows(exact)):
+        each.backward()
+    for name in NAMES:
+        assert mine[name].grad.dtype == torch.float32
+        right = exact[name].grad
+        error, eager = ((each[name].grad.double() - right).norm() / right.norm() for each in (mine, rows))
+        assert error < 2 * eager + 1e-3, (name, float(error), float(eager))
+
+
+@interpreter
 def test_kernels_with_masks_weights_chunks_and_frozen_parts():
     inputs = problem(N=20, V=70)
     inputs["bias"][::3] = -torch.inf
@@ -243,6 +261,21 @@ def test_cuda_kernels(dtype, sizes):
         loss.backward()
     found, eager_loss, right_loss = (loss.item() for loss in losses)
     assert abs(found - right_loss) < 2 * abs(eager_loss - right_loss) + 1e-3
+    for name in NAMES:
+        right = exact[name].grad
+        error, eager = ((each[name].grad.double() - right).norm() / right.norm() for each in (mine, rows))
+        assert error < 2 * eager + 1e-3, (name, float(error), float(eager))
+
+
+@pytest.mark.gpu
+def test_cuda_autocast():
+    mine = leaves(problem(N=100, K=4, shared=64, r=64, V=1000, device="cuda"), torch.float32)
+    rows = leaves({name: tensor.detach() for name, tensor in mine.items()}, torch.float32)
+    exact = leaves({name: tensor.detach() for name, tensor in mine.items()}, torch.float64)
+    with torch.autocast("cuda", torch.bfloat16):
+        losses = by_trunk(mine), by_rows(rows)
+    for loss in (*losses, by_rows(exact)):
+        loss.backward()
     for name in NAMES:
         right = exact[name].grad
         error, eager = ((each[name].grad.double() - right).norm() / right.norm() for each in (mine, rows))

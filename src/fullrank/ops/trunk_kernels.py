@@ -275,5 +275,8 @@ class Scores:
             )  # fmt: skip
         self.trunk.scatter_(1, self.targets[:, None], entry.sum(1, keepdim=True).to(self.trunk.dtype))
         if d_weight is not None:
-            d_weight.index_add_(0, self.targets, torch.bmm(entry[:, None], self.private.float())[:, 0])
+            # Autocast reaches into operators and would multiply in the narrow dtype.
+            with torch.autocast(entry.device.type, enabled=False):
+                own = torch.bmm(entry[:, None], self.private.float())[:, 0]
+            d_weight.index_add_(0, self.targets, own)
         return self.trunk
