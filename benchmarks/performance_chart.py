@@ -47,7 +47,7 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One point a case and family: the fastest form that ran."""
     found = []
     peers = [row for row in rows if row.get("part") == "peers"]
-    for case in dict.fromkeys((row["width"], row["vocab"], row["components"]) for row in peers):
+    for case in sorted({(row["width"], row["vocab"], row["components"]) for row in peers}):
         here = [row for row in peers if (row["width"], row["vocab"], row["components"]) == case]
         for family, names in FAMILIES.items():
             ran = [row for row in here if row["implementation"] in names and "missing" not in row]
@@ -121,6 +121,8 @@ def specification(document: dict[str, Any]) -> Specification:
         "title": {"text": TITLE, "subtitle": subtitle(document)},
         "config": configuration(),
         "background": "white",
+        # What the renderer takes the labels to need is less than they do.
+        "padding": {"left": 40, "top": 5, "right": 5, "bottom": 5},
     }
 
 

@@ -541,3 +541,11 @@ def test_cuda_waits_for_what_it_asked_and_for_nothing_else():
             lambda: differentiate([*tensors, bias], targets, pointwise=SIGSOFTMAX, impl="triton")
         )
         assert waits == 0, "it asks for an event, and for nothing that stops the whole device"
+
+
+@gpu()
+def test_cuda_repeats_itself_bit_for_bit():
+    *tensors, targets = draw(300, 3, 64, 4001, torch.bfloat16)
+    first, second = (differentiate(tensors, targets, impl="triton") for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
