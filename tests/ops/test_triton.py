@@ -235,7 +235,7 @@ def test_some_gradients_and_ignored_tokens(make_problem, tools, trained, reducti
 def test_skipped_rows(make_problem, tools, monkeypatch, kind, dtype, rows):
     """Rows of small share leave the buffer that the kernel filled, as they leave the plain one."""
     monkeypatch.setattr("fullrank.ops.plan.MOST_ROWS", {"cpu": rows})
-    monkeypatch.setattr("fullrank.ops.plan.COPY_BYTES", 600)
+    monkeypatch.setattr("fullrank.ops.plan.DEVICE_ENOUGH_ROWS", 5)
     monkeypatch.setattr("fullrank.ops.skipping.MOVING_WIDTH", {"cpu": 0})
     problem = make_problem(9, 4, 24, 90, kind=kind, dtype=dtype, bias=True, token_weight=True)
     problem.targets[4] = -100

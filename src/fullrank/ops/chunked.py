@@ -187,6 +187,7 @@ def mixture_forward(
         rows, K, weight, bias, pointwise, workspace, impl=impl, stats=stats, skip=skips
     )
     skips = skips and (vocabulary.kept or not (stats or needs.slopes))
+    deferred = skips and vocabulary.plan.kernel
     ahead = vocabulary.plan.kernel and asked.all_expected
     if ahead:
         # Before anything else: the device works on this product while the host waits for what it saw of the
@@ -216,8 +217,9 @@ def mixture_forward(
         shape = chunk.log_prior.shape
         mode = Mode(shape[0], chunk.log_prior) if stats else None
         if vocabulary.kept:
+            # Where rows are skipped the kernel makes Q when it is known of which.
             statistics = score_and_keep(
-                vocabulary, chunk, in_tiles, mode, wanted=needs.products,
+                vocabulary, chunk, in_tiles, mode, wanted=needs.products and not deferred,
                 scored=ahead and number == 0 and counted.positions is None,
             )  # fmt: skip
         else:
@@ -225,7 +227,7 @@ def mixture_forward(
         nll, posterior_share = vocabulary.mix(chunk.log_prior, statistics)
         upstream = chunk.weigh(slice(None), posterior_share)
         factor = upstream if vocabulary.plan.kernel else upstream * vocabulary.lacking(statistics.total)
-        kept = rows_to_keep(posterior_share, row_skip, D) if skips else None
+        kept = rows_to_keep(posterior_share, row_skip, D, moving=not deferred) if skips else None
         some: Index = slice(None) if kept is None else kept
         used = chunk.rows[some]
         in_place = kept is None and vocabulary.kept and isinstance(index, slice)
@@ -241,7 +243,11 @@ def mixture_forward(
                 vocabulary, used, chunk.targets[some], part, upstream[some], out.gradients,
                 entry=chunk.entry(part), d_rows=d_used, mode=mode, share=share,
             )  # fmt: skip
+        elif deferred and kept is not None:
+            add_kept(vocabulary, chunk, statistics, factor, kept, out.gradients, d_used)
         elif needs.products:
+            if deferred:
+                vocabulary.finish_kernel(chunk.targets, statistics)
             scores = vocabulary.kept_scores(chunk.rows.shape[0])
             if kept is not None:
                 scores = compact(scores, kept, vocabulary.plan.copy_rows)
@@ -264,6 +270,29 @@ def mixture_forward(
                 out.d_rows[index] = d_used.view(*shape, D).to(rows.dtype)
     out.gradients = out.gradients.trimmed(vocabulary.V)
     return out
+
+
+def add_kept(
+    vocabulary: Vocabulary,
+    chunk: Chunk,
+    statistics: Statistics,
+    factor: Tensor,
+    kept: Tensor,
+    gradients: Gradients,
+    d_kept: Tensor | None,
+) -> None:
+    """The gradient products of the kept rows of a chunk whose scores are in the buffer, some rows at a time.
+
+    d_kept [kept, D] takes the product with W before the factor.
+    """
+    step = vocabulary.plan.copy_rows
+    room = vocabulary.weight.new_empty(min(step, kept.shape[0]), vocabulary.plan.stride)
+    for start in range(0, kept.shape[0], step):
+        some = kept[start : start + step]
+        scores = vocabulary.finish_kernel(chunk.targets, statistics, kept=some, out=room[: some.shape[0]])
+        add_bias(gradients, scores, factor[some])
+        part = None if d_kept is None else d_kept[start : start + step]
+        add_products(vocabulary, scores, chunk.rows[some], factor[some], 0, vocabulary.V, gradients, part)
 
 
 def rows_backward(

@@ -40,9 +40,6 @@ DEVICE_TILE_BYTES = 128 * MIB
 
 STRIDE = 64
 
-# Bytes of scores that move at a time where rows are skipped: a part of a device's second-level cache.
-COPY_BYTES = 16 * MIB
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -59,7 +56,8 @@ class Plan:
     kernel: bool = False
     """One kernel does the elementwise work of a chunk, without tiles."""
     copy_rows: int = 0
-    """Rows of the buffer that move at a time where rows are skipped."""
+    """Where rows are skipped: rows of the buffer that move at a time, or rows of Q that a kernel makes at a
+    time beside it."""
 
     @property
     def stride(self) -> int:
@@ -106,10 +104,9 @@ def make_plan(
     if kernel:
         whole = V * D * (narrow + wide) if narrow < wide else 0
         slice_bytes = min(whole, max(workspace // 8, D * (narrow + wide)))
-        # Rows move before the products, so the slice and they take turns.
         line_bytes = padded(V) * narrow
-        copy_bytes = max(line_bytes, min(COPY_BYTES, workspace // 16)) if skip else 0
-        room = workspace - max(slice_bytes, copy_bytes)
+        copy_bytes = max(line_bytes, min(DEVICE_ENOUGH_ROWS * line_bytes, workspace // 4)) if skip else 0
+        room = workspace - slice_bytes - copy_bytes
         tokens = min(most_tokens, room // (K * (line_bytes + row_bytes)))
         if tokens * K >= min(LEAST_ROWS, most_tokens * K):
             if tokens * K * line_bytes > DEVICE_ENOUGH_BYTES:

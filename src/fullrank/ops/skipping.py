@@ -14,9 +14,11 @@ and sum_v |Q_v| <= 2 max|f'| (1 - p_y). So where every row with r <= row_skip is
 where row_skip may be replaced by the rows' own shares under the sums. The loss and the gradients of the log
 prior and of what f trains stay exact.
 
-Q of the kept rows moves to the top of the buffer in place: row j of the result is row kept[j] >= j of the
-buffer, so blocks of rows in ascending order, each through a small temporary, never read what was overwritten.
-Then the products take 1 + 2 kept / all of a product's time instead of 3, and one wait for the device a chunk.
+With torch's operations Q of the kept rows moves to the top of the buffer in place: row j of the result is row
+kept[j] >= j of the buffer, so blocks of rows in ascending order, each through a small temporary, never read
+what was overwritten. The kernels of `triton.py` make Q when it is known which rows are kept, and write it
+where it belongs: nothing moves. Then the products take 1 + 2 kept / all of a product's time instead of 3, and
+one wait for the device a chunk.
 """
 
 from __future__ import annotations
@@ -31,13 +33,16 @@ MOVING_WIDTH = {"cpu": 5}
 DEVICE_MOVING_WIDTH = 184
 
 
-def rows_to_keep(share: Tensor, row_skip: float, D: int) -> Tensor | None:
+def rows_to_keep(share: Tensor, row_skip: float, D: int, *, moving: bool = True) -> Tensor | None:
     """Ascending numbers of the rows of width D with a share above the bound, from shares [tokens, K].
 
-    None where so many are kept that the products on all rows are faster: then the chunk stays exact.
+    None where so many are kept that the products on all rows are faster: then the chunk stays exact. Rows
+    that need not be moved are worth leaving out however few they are.
     """
     # Not `share > row_skip`: a share that is no number stays, and shows in the gradients.
     kept = (~(share.flatten() <= row_skip)).nonzero()[:, 0]
+    if not moving:
+        return kept if kept.shape[0] < share.numel() else None
     most = share.numel() * D / (D + MOVING_WIDTH.get(share.device.type, DEVICE_MOVING_WIDTH))
     return kept if kept.shape[0] <= most else None
 

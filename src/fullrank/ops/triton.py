@@ -145,6 +145,56 @@ def join(value, peaks, sums, column, y, HIDDEN: tl.constexpr):  # type: ignore[n
 
 
 @jit
+def write_gradient(  # type: ignore[no-untyped-def]
+    line,
+    place,
+    bias,
+    y,
+    top,
+    rest,
+    own,
+    own_slope,
+    constant,
+    V: tl.constexpr,
+    stride: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    LATE: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Q of a row from its scores at `line` and its statistics, to `place`, which may be the same."""
+    BLOCK: tl.constexpr = LANES * GROUP
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    anchor = tl.where(top == float("-inf"), 0.0, top)
+    inverse = 1.0 / (rest + tl.exp(own - anchor))
+    entry = 0.0
+    if not LATE:
+        # A masked target is no score of the row: nothing falls on it.
+        entry = tl.where(own == float("-inf"), 0.0, -rest * inverse)
+    if KIND != 0:
+        entry *= own_slope
+    for start in range(0, FULL, BLOCK):
+        column = start + within
+        value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, False)
+        gradient = tl.exp(value - anchor) * inverse
+        if KIND != 0:
+            gradient *= slope
+        tl.store(place + column, gradient.to(place.dtype.element_ty))
+    if stride > FULL:
+        column = FULL + within
+        value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
+        gradient = tl.exp(value - anchor) * inverse
+        if KIND != 0:
+            gradient *= slope
+        tl.store(place + column, gradient.to(place.dtype.element_ty), mask=column < stride)
+    # What stands at the target's column now is wrong: its own entry comes last.
+    tl.debug_barrier()
+    tl.store(place + y, entry)
+
+
+@jit
 def score_rows_kernel(  # type: ignore[no-untyped-def]
     scores,
     bias,
@@ -184,11 +234,11 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
         sums = tl.zeros([LANES], tl.float32)
         for start in range(0, FULL, BLOCK):
             column = start + within
-            value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, False)
+            value, _slope = take(line, bias, column, V, stride, constant, KIND, BIASED, False)
             peaks, sums = join(value, peaks, sums, column, y, HIDDEN)
         if V > FULL:
             column = FULL + within
-            value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
+            value, _slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
             peaks, sums = join(value, peaks, sums, column, y, HIDDEN)
         highest = tl.max(peaks, axis=0)
         # Over all entries, where the target was hidden as well.
@@ -200,35 +250,74 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(target + row, own)
 
         if GRADIENT:
-            inverse = 1.0 / (rest + tl.exp(own - anchor))
-            entry = 0.0
-            if not LATE:
-                # A masked target is no score of the row: nothing falls on it.
-                entry = tl.where(own == float("-inf"), 0.0, -rest * inverse)
-            if KIND != 0:
-                entry *= own_slope
-            for start in range(0, FULL, BLOCK):
-                column = start + within
-                value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, False)
-                gradient = tl.exp(value - anchor) * inverse
-                if KIND != 0:
-                    gradient *= slope
-                if not HIDDEN:
-                    gradient = tl.where(column == y, entry, gradient)
-                tl.store(line + column, gradient.to(scores.dtype.element_ty))
-            if stride > FULL:
-                column = FULL + within
-                value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
-                gradient = tl.exp(value - anchor) * inverse
-                if KIND != 0:
-                    gradient *= slope
-                if not HIDDEN:
-                    gradient = tl.where(column == y, entry, gradient)
-                tl.store(line + column, gradient.to(scores.dtype.element_ty), mask=column < stride)
-            if HIDDEN:
-                tl.debug_barrier()
-                tl.store(line + y, entry)
+            write_gradient(
+                line, line, bias, y, top, rest, own, own_slope, constant,
+                V, stride, KIND, BIASED, LATE, LANES, GROUP,
+            )  # fmt: skip
         row += tl.num_programs(0)
+
+
+@jit
+def gradient_rows_kernel(  # type: ignore[no-untyped-def]
+    scores,
+    out,
+    kept,
+    bias,
+    targets,
+    maximum,
+    others,
+    target,
+    constant,
+    rows,
+    V: tl.constexpr,
+    stride: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    SOME: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    number = tl.program_id(0).to(tl.int64)
+    row = number
+    if SOME:
+        row = tl.load(kept + number)
+    line = scores + row * stride
+    y = tl.load(targets + row).to(tl.int32)
+    _own, own_slope = take(line, bias, y, V, stride, constant, KIND, BIASED, True)
+    # Every lane has read the target's score before it is overwritten.
+    tl.debug_barrier()
+    write_gradient(
+        line, out + number * stride, bias, y, tl.load(maximum + row), tl.load(others + row),
+        tl.load(target + row), own_slope, constant, V, stride, KIND, BIASED, False, LANES, GROUP,
+    )  # fmt: skip
+
+
+def gradient_rows(
+    scores: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    pointwise: Pointwise,
+    statistics: Statistics,
+    *,
+    kept: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Q of rows whose statistics are known: of all, in place, or of the rows `kept` into out [kept, stride].
+
+    scores, bias and targets as in `score_rows`.
+    """
+    rows, V = (scores.shape[0] if kept is None else kept.shape[0]), scores.shape[1]
+    place = scores if out is None else out
+    if rows:
+        lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=False)
+        with on_device(scores):
+            gradient_rows_kernel[(rows,)](
+                scores, place, targets if kept is None else kept, scores if bias is None else bias,
+                targets.contiguous(), *statistics, pointwise.constant, rows,
+                V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind], BIASED=bias is not None,
+                SOME=kept is not None, LANES=lanes, GROUP=group, num_warps=warps,
+            )  # fmt: skip
+    return place
 
 
 @jit

@@ -97,6 +97,22 @@ class Vocabulary:
             scores, self.kernel_bias, targets, self.pointwise, gradient=gradient, late=late
         )
 
+    def finish_kernel(
+        self,
+        targets: Tensor,
+        statistics: Statistics,
+        *,
+        kept: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Q of a chunk whose scores and statistics are known: in the buffer, or of kept rows in `out`."""
+        from fullrank.ops import triton
+
+        scores = self.kept_scores(targets.shape[0])[:, : self.V]
+        return triton.gradient_rows(
+            scores, self.kernel_bias, targets, self.pointwise, statistics, kept=kept, out=out
+        )
+
     def mix(self, log_prior: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """Losses [tokens] and posterior shares [tokens, K] of a chunk's rows."""
         if not self.plan.kernel:
