@@ -331,3 +331,27 @@ def test_out_of_memory_is_one_sentence(
         upgraded("--train", str(text), *SMALL)
     assert "\n" not in str(caught.value)
     assert left(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--unfreeze"]], ids=["frozen", "unfrozen"])
+def test_a_cache_is_trained_aligned_and_saved(
+    flags: list[str], upgraded: Run, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    small = [*SMALL[:-1], "1"]
+    out = upgraded("--head", "cache", "--align", "--train", str(text), *small, *flags)
+    printed = capsys.readouterr().out
+    assert "cache" in printed
+    assert "softmax_equal (control)" in printed
+    assert "HistAlign's ranking loss" in printed
+    record, _ = results.load(out / "results.json")
+    assert record.head == "cache"
+    assert record.preserved.kl.value < 1e-4
+    with quiet():
+        again = AutoModelForCausalLM.from_pretrained(out)
+    assert again.lm_head.name == "cache"
+    assert again.lm_head.memory_weight.item() != pytest.approx(again.config.head["memory_weight"], abs=1e-6)
+    ids = torch.arange(12)[None]
+    assert again.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 16)

@@ -185,6 +185,14 @@ TABLE += [
         any_leading_shape=False,
         smooth={"rerank": ()},
     ),
+    Case("cache", "cache", lambda H, V, D: softmax_count(H, V, D) + 1, any_leading_shape=False),
+    Case(
+        "cache-over-mos-with-maps",
+        "cache",
+        lambda H, V, D: our_mixture_count(H, V, D) + 1 + 2 * (H * H + H),
+        {"base": "mos", "base_options": MIXTURE, "maps": True},
+        any_leading_shape=False,
+    ),
 ]
 CASES = {case.id: case for case in TABLE}
 MIXTURES = ("moc", "mos", "moss", "trunk", "doc")

@@ -375,6 +375,7 @@ def test_states_must_share_their_leading_shape(cases: dict[str, Any]) -> None:
 def test_a_head_that_points_at_tokens_asks_for_them(cases: dict[str, Any]) -> None:
     heads = [case.build() for case in cases.values()]
     pointing = [head for head in heads if head.needs_context]
-    assert [head.name for head in pointing] == ["pointer"]
-    with pytest.raises(FullrankError, match=r"context=input_ids.*\[2, 3\]"):
-        pointing[0](torch.zeros(2, 3, 6), torch.zeros(2, 3, dtype=torch.long))
+    assert [head.name for head in pointing] == ["pointer", "cache", "cache"]
+    for head in pointing:
+        with pytest.raises(FullrankError, match=r"context=input_ids.*\[2, 3\]"):
+            head(torch.zeros(2, 3, 6), torch.zeros(2, 3, dtype=torch.long))

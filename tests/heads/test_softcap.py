@@ -38,6 +38,8 @@ def made(name: str, **changes: Any) -> tuple[Head, list[torch.Tensor], torch.Ten
 def test_loss_and_log_probabilities_agree_under_a_cap(name: str) -> None:
     head, states, ids = made(name)
     head.requires_grad_(False)
+    if name == "cache":
+        head.memory_weight.fill_(-100.0)  # the memory's scores are not capped
     straight = head(states, context=ids)
     head.cap_scores(CAP)
     capped = head(states, context=ids)
@@ -121,6 +123,6 @@ def test_matrices_that_do_not_fit() -> None:
 
 def test_heads_that_read_earlier_states() -> None:
     reading = {name for name in HEADS if made(name)[0].reads_time}
-    assert reading == {"pointer", "facets"}
+    assert reading == {"pointer", "facets", "cache"}
     assert not made("facets", positions=1)[0].reads_time
     assert not made("pointer", context=False, pointer=False)[0].reads_time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullrank.diagnose.loading import Loaded
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import build
+from fullrank.hf.original import EveryRow
 from fullrank.models import LanguageModel
 from fullrank.models.awd_lstm import AwdLstm
 from fullrank.train import cache as module
-from fullrank.train.cache import Cache, Trace, evaluate_cache, trace, tune, with_cache
+from fullrank.train.cache import Cache, Trace, evaluate_cache, trace, trace_transformers, tune, with_cache
 from fullrank.train.evaluate import evaluate, token_losses
 
 V = 6
@@ -188,3 +191,56 @@ def test_the_best_of_the_grid_is_the_best() -> None:
 def test_impossible_settings(given_: dict[str, float]) -> None:
     with pytest.raises(FullrankError, match=next(iter(given_))):
         Cache(**given_)  # type: ignore[arg-type]
+
+
+def tiny_transformer() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=40, max_position_embeddings=64, pad_token_id=None)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20.0)
+    return model
+
+
+@pytest.mark.parametrize("head", [None, "mos", "cache"])
+def test_a_model_of_transformers(head: str | None) -> None:
+    """Its way through windows is that of its own logits, and the cache looks back across them."""
+    from fullrank.hf import upgrade
+
+    model = tiny_transformer()
+    if head is not None:
+        model = upgrade(model, head)
+    ids = torch.randint(40, (5, 9), generator=torch.Generator().manual_seed(1))
+    loaded: Any = Loaded(
+        model=model, tokenizer=EveryRow(40), name="tiny", source="object", storage="float32", fingerprint="",
+        notes=(),
+    )  # fmt: skip
+    way = trace_transformers(loaded, ids, batch=2)
+    with torch.no_grad():
+        log_p = model(ids).logits.log_softmax(-1)[:, :-1]
+        states = model.model(ids).last_hidden_state[:, :-1]
+    expected = -log_p.gather(-1, ids[:, 1:, None])[..., 0]
+    np.testing.assert_allclose(way.losses, expected.flatten().numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(way.states, states.flatten(0, 1).numpy(), rtol=1e-4, atol=1e-5)
+    assert way.tokens.tolist() == ids[:, 1:].flatten().tolist()
+    chosen = Cache(weight=0.3, theta=0.2, window=11)
+    whole = np.full((len(way.tokens), 40), -np.inf)
+    whole[:] = log_p.flatten(0, 1).numpy()
+    assert not np.allclose(with_cache(way, chosen), way.losses, atol=1e-3)
+    for now in (1, 9, 30):
+        held = range(max(0, now - 11), now)
+        shares = np.exp([0.2 * float(way.states[now] @ way.states[then]) for then in held])
+        votes = sum(
+            share for share, then in zip(shares, held, strict=True) if way.tokens[then] == way.tokens[now]
+        )
+        p = 0.7 * math.exp(whole[now, way.tokens[now]]) + 0.3 * votes / shares.sum()
+        assert with_cache(way, chosen)[now] == pytest.approx(-math.log(p), abs=1e-4)
+
+
+def test_windows_of_one_token_predict_nothing() -> None:
+    loaded: Any = None
+    with pytest.raises(FullrankError, match=r"\[3, 1\].*2 tokens or more"):
+        trace_transformers(loaded, torch.zeros(3, 1, dtype=torch.long))

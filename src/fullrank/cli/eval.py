@@ -28,10 +28,13 @@ class Eval:
     """Evaluate a training run: every token of a split once, in nats, perplexity and bits per byte.
 
     Example: fullrank eval runs/t --dynamic --cache --tune
+    Of a model of transformers: fullrank eval path/to/model --text book.txt --cache --tune
     """
 
     run: Annotated[Path, tyro.conf.Positional]
-    """The --out of `fullrank train`."""
+    """The --out of `fullrank train`; with --text a transformers directory, a hub name or a .gguf file."""
+    text: tuple[Path, ...] = ()
+    """Text files to evaluate a model on that is no run; --limit is 16384 tokens then, --length 512."""
     split: str = "test"
     """valid or test."""
     dynamic: bool = False
@@ -39,7 +42,7 @@ class Eval:
     cache: bool = False
     """Also with a neural cache: recent states vote for the tokens that followed them."""
     tune: bool = False
-    """Choose the cache's settings on the validation split, in a small grid."""
+    """Choose the cache's settings in a small grid, on the validation split or the first third of --text."""
     checkpoint: str = "best"
     """best by validation, last, or a step that was kept."""
     limit: int = 0
@@ -69,7 +72,7 @@ class Eval:
     device: str = "auto"
     """cpu, cuda, mps, or auto: cuda where there is one."""
     out: Path | None = None
-    """Directory for results.json; RUN/eval by default."""
+    """Directory for results.json; RUN/eval by default, with --text runs/eval."""
 
 
 DYNAMIC = {"lr": "lr", "epsilon": "epsilon", "decay": "decay", "segment": "length", "statistics": "batches"}
@@ -82,35 +85,40 @@ def evaluate(options: Eval) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from fullrank import results
+    from fullrank.cli import eval_model
 
     console = Console()
-    out = options.out or options.run / "eval"
+    out = options.out or (Path("runs/eval") if options.text else options.run / "eval")
     dynamic, cache = _settings(options)
-
-    from fullrank.train.folder import open_run
-
     device = device_of(options.device)
-    run = open_run(options.run, checkpoint=options.checkpoint, device=device)
-    if options.split not in run.corpus.splits:
-        raise FullrankError(
-            f"the run has no split {options.split!r}: expected one of {', '.join(run.corpus.splits)}"
-        )
+    if options.text:
+        eval_model.check(options)
+        run = None
+    else:
+        from fullrank.train.folder import open_run
+
+        run = open_run(options.run, checkpoint=options.checkpoint, device=device)
+        if options.split not in run.corpus.splits:
+            raise FullrankError(
+                f"the run has no split {options.split!r}: expected one of {', '.join(run.corpus.splits)}"
+            )
     results.check_writable(out)
     columns = (TextColumn("{task.description:<36}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=1.0)
-        record = measure(
-            options,
-            run,
-            dynamic,
-            cache,
-            device,
-            lambda label, share: progress.update(task, description=label, completed=share),
-        )
-    made = results.provenance(seed=run.config.seed, device=device_name(device))
+
+        def told(label: str, share: float) -> None:
+            progress.update(task, description=label, completed=share)
+
+        if run is None:
+            record = eval_model.measure(options, cache, device, told)
+        else:
+            record = measure(options, run, dynamic, cache, device, told)
+    made = results.provenance(seed=0 if run is None else run.config.seed, device=device_name(device))
     results.save(record, out / "results.json", made)
     console.print(table(record))
-    console.print(frequencies(record))
+    if record.scores[0].frequency:
+        console.print(frequencies(record))
     for line in remarks(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"results {out / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
@@ -243,10 +251,8 @@ def table(record: Evaluated) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    drawn = Table(
-        title=escape(f"{record.run}: {record.head}, step {record.step:,}, {record.split} split"),
-        title_justify="left",
-    )
+    what = f"step {record.step:,}, {record.split} split" if record.recipe else record.split
+    drawn = Table(title=escape(f"{record.run}: {record.head}, {what}"), title_justify="left")
     drawn.add_column("method")
     for header in ("nats per token", "perplexity", "bits per byte", "tokens", "seconds"):
         drawn.add_column(header, justify="right")
@@ -286,6 +292,8 @@ def remarks(record: Evaluated) -> list[str]:
         if one.settings:
             words = ", ".join(f"{name} {value:.4g}" for name, value in one.settings.items())
             origin = "chosen on the validation split" if one.tuned else "not tuned for this run"
+            if one.tuned and not record.recipe:
+                origin = "chosen on the first third of the text, judged on the rest"
             if one.tuned and record.split == "valid":
                 origin = "chosen on this very text, so the loss is too low"
             lines.append(f"{one.method}: {words}; {origin}")

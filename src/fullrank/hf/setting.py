@@ -36,6 +36,8 @@ class Setting:
     """Whether W is trained."""
     limit: int
     """Bytes of a V-wide buffer."""
+    align: float = 0.0
+    """Weight of HistAlign's ranking loss in the training of a cache head."""
 
     @property
     def rows(self) -> int:
@@ -52,11 +54,19 @@ class Setting:
             tensors += [*part.states, part.targets, part.ids]
         for sampled in self.sampled or ():
             tensors += [sampled.rows, sampled.drawn]
-        return checkpoints.digest(self.plain.softcap, self.matrix, self.limit, *tensors)
+        return checkpoints.digest(self.plain.softcap, self.matrix, self.limit, self.align, *tensors)
 
 
 def prepare(
-    plain: Head, parts: Parts, *, rows: int, exact: bool, matrix: bool, limit: int, seed: int
+    plain: Head,
+    parts: Parts,
+    *,
+    rows: int,
+    exact: bool,
+    matrix: bool,
+    limit: int,
+    seed: int,
+    align: float = 0.0,
 ) -> Setting:
     """Measure the states, choose the rows to train, and draw the others."""
     scales = tuple(float(state.double().square().mean().sqrt()) for state in parts.fit.states)
@@ -79,7 +89,9 @@ def prepare(
             frozen.sample(output, fit, chosen, frozen.DRAWN, limit, generator),
             frozen.sample(output, choose, seen, 4 * frozen.DRAWN, limit, generator),
         )
-    return Setting(plain=plain, parts=parts, scales=scales, sampled=sampled, matrix=matrix, limit=limit)
+    return Setting(
+        plain=plain, parts=parts, scales=scales, sampled=sampled, matrix=matrix, limit=limit, align=align
+    )
 
 
 def _tokens(part: Part) -> frozen.Tokens:

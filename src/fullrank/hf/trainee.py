@@ -7,6 +7,9 @@ all rows share are learnt long before single rows are. The controls have such a 
 Which rows of W are trained, and on which loss, is in `setting`. Losses that are reported are always over the
 whole vocabulary.
 
+A cache head is trained with its memory, in whole windows. With `Setting.align` HistAlign's ranking loss is
+added while it trains; no loss that chooses or judges has it.
+
 Learning rates are given as `rate`, the pace relative to the width: entries of a map from D numbers move by
 rate / D a step in units that leave states and scores of any size alike, those of W in proportion to their own
 size.
@@ -26,7 +29,8 @@ from torch import Tensor, nn
 from fullrank.diagnose import frozen
 from fullrank.diagnose.better_head import Perceptron
 from fullrank.errors import FullrankError
-from fullrank.heads import Head
+from fullrank.heads import CacheHead, Head
+from fullrank.heads.alignment import alignment_loss
 from fullrank.heads.base import RowHead
 from fullrank.heads.contexts import Contexts
 from fullrank.hf.setting import Setting
@@ -100,9 +104,14 @@ class Trainee(nn.Module):
             return 0.25
         if name in ("offset", "steepness", "lift"):
             return 1.0
+        if name == "memory_weight":
+            # In nats, and far from where it is going.
+            return 16.0
         if parameter.ndim < 2:
             return first / width
         across = parameter.shape[-1]
+        if name in ("query.weight", "key.weight") and isinstance(self.head, CacheHead):
+            return 4.0 / across
         if re.search("gate|prior|enter|blend", name):
             # To numbers of about unit size.
             return 1.0 / (across * (max(self.setting.scales) if "blend" in name else first))
@@ -120,6 +129,16 @@ class Trainee(nn.Module):
         if self.setting.sampled is not None:
             return self._estimated(states, self.setting.sampled[0 if fitting else 1][chosen])
         return self._exact_rows(states, part.targets.flatten()[chosen], part.ids.flatten()[chosen])
+
+    def alignment(self, chosen: Tensor) -> Tensor | float:
+        """What is added to the mean loss of the chosen windows in training: HistAlign's, where asked for."""
+        if not self.setting.align or not isinstance(self.head, CacheHead):
+            return 0.0
+        part = self.setting.parts.fit.windows(chosen)
+        found = alignment_loss(
+            self.head, list(part.states[: self.head.states]), part.targets, context=part.ids
+        )
+        return self.setting.align * found
 
     def count(self, part: Part) -> int:
         """What a batch is chosen from: tokens, or windows for a head that reads time."""
@@ -265,7 +284,7 @@ def redraw(head: Head, scale: float) -> None:
         if isinstance(module, Contexts) and module.components == 1:
             # A prior over one component is 1: whatever its gate was drawn as is no part of a training.
             module.gate.weight.zero_()
-    contexts = getattr(head, "contexts", None)
+    contexts = getattr(head.base if isinstance(head, CacheHead) else head, "contexts", None)
     if isinstance(contexts, Perceptron) and not bool(contexts.leave.weight.any()):
         contexts.enter.weight.normal_(std=contexts.enter.in_features**-0.5 / scale)
     if isinstance(contexts, Contexts) and not contexts.as_published and contexts.components > 1:

@@ -171,7 +171,8 @@ class _Run:
             for group, peak in zip(self.optimiser.param_groups, self.peaks, strict=True):
                 group["lr"] = peak * pace
             chosen = order[number * self.size : (number + 1) * self.size]
-            loss = self.trainee.batch_losses(True, chosen.to(self.setting.parts.fit.targets.device)).mean()
+            chosen = chosen.to(self.setting.parts.fit.targets.device)
+            loss = self.trainee.batch_losses(True, chosen).mean() + self.trainee.alignment(chosen)
             self.optimiser.zero_grad()
             loss.backward()
             self.optimiser.step()

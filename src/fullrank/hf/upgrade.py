@@ -13,6 +13,7 @@ is put on the state, the cap on the scores. What the head owns beyond W starts s
                  Over a soft cap c the lift does that, for every score there can be
     moss         the same
     plif         slopes 1, or those of the soft cap, over bins that hold the scores of the probe
+    cache        its base as above, and hardly any memory: see `cached`
 
 Gates are random, drawn for states of unit size, and divided by the size of the model's states: a mixture of
 equal components is the original whatever its prior. `config.origin` keeps the name of the original, the mean
@@ -35,7 +36,7 @@ from torch import nn
 
 from fullrank.diagnose import checks, loading
 from fullrank.errors import FullrankError
-from fullrank.heads import HEADS, Head
+from fullrank.heads import HEADS, CacheHead, Head
 from fullrank.heads.contexts import Contexts
 from fullrank.heads.facets import MultiFacet
 from fullrank.heads.low_rank import LowRank
@@ -51,6 +52,12 @@ EXACT = ("softmax", "moc", "mos", "trunk", "doc", "pointer", "facets", "sigsoftm
 """Heads that can be the original but for rounding, whatever it does to its scores."""
 SETTLED = ("hidden", "vocab", "width", "bias", "as_published")
 """Options of a head that the original decides."""
+SHARPNESS = 8.0
+"""Score of a state against itself in the memory of an upgraded cache, nats."""
+REMEMBERED = 512
+"""Steps in a memory that an upgraded cache allows for."""
+SHARE = 1e-4
+"""Of probability that so many steps would have at most at the start, were they all the present state."""
 MARGIN = 16.0
 """How far above zero sigsoftmax lifts the lowest score that it allows for: log sigmoid(16) = -1e-7."""
 
@@ -120,6 +127,19 @@ def _check_options(head: str, options: dict[str, Any]) -> None:
             f"as_published squeezes the contexts of {head} by tanh, so no start of it is the original: leave "
             "it out"
         )
+    if head == "cache":
+        base = options.get("base", "softmax")
+        if "components" in options:
+            options["base_options"] = {
+                **(options.get("base_options") or {}),
+                "components": options.pop("components"),
+            }
+        if not isinstance(base, str) or base not in HEADS or base == "cache":
+            raise FullrankError(
+                f"the head under the cache is {base!r}: expected the name of another, such as softmax or mos"
+            )
+        inner = dict(options.get("base_options") or {})
+        _check_options(base, inner)
     settled = sorted(set(options) & set(SETTLED))
     if settled:
         raise FullrankError(
@@ -179,31 +199,39 @@ def _assemble(
 
     rows, width = layer.weight.shape
     settings: dict[str, Any] = {"name": name, "hidden": width, **options}
-    if layer.bias is not None or (name in ("sigsoftmax", "moss") and layer.softcap is None):
+    under = options.get("base") if name == "cache" else name
+    own: dict[str, Any] = dict(options.get("base_options") or {}) if name == "cache" else settings
+    if under is None:
+        # A softmax that has a map of its own to train, as the heads that it will be held against.
+        under = "mos" if "components" in own else "moc"
+        own.setdefault("components", 1)
+    if layer.bias is not None or (under in ("sigsoftmax", "moss") and layer.softcap is None):
         settings["bias"] = True
-    default = inspect.signature(HEADS[name]).parameters.get("components")
+    default = inspect.signature(HEADS[under]).parameters.get("components")
     if default is not None:
         # Whoever reads the configuration should not have to know it.
-        settings.setdefault("components", default.default)
+        own.setdefault("components", default.default)
     inner = body.config.get_text_config().hidden_size
-    if name == "facets" and inner != width:
+    if under == "facets" and inner != width:
         raise FullrankError(
             f"facets reads layers of one width, the body's have {inner} and its last state {width}: take "
             "doc, which reads them as they are"
         )
-    if name == "low_rank":
-        settings.setdefault("rank", width)
-    if name == "doc":
-        settings.setdefault("layers", [[width, 3], [inner, 1]])
-    if name == "plif":
-        settings.setdefault("limit", _limit(layer))
+    if under == "low_rank":
+        own.setdefault("rank", width)
+    if under == "doc":
+        own.setdefault("layers", [[width, 3], [inner, 1]])
+    if under == "plif":
+        own.setdefault("limit", _limit(layer))
+    if name == "cache":
+        settings = {**cached(layer), **settings, "base": under, "base_options": own}
     config = FullrankConfig(
         body=body.config,
         head=settings,
         vocab_size=rows,
         tie_word_embeddings=layer.tied,
         logit_scale=layer.scale,
-        softcap=None if name == "plif" else layer.softcap,
+        softcap=None if under == "plif" else layer.softcap,
         dtype=body.config.dtype,
     )
     config.name_or_path = model.config.name_or_path
@@ -220,6 +248,21 @@ def _assemble(
     return upgraded
 
 
+def cached(layer: original.Layer) -> dict[str, Any]:
+    """Options of a cache that hardly changes the original, and can learn to.
+
+    Scores of at most about `SHARPNESS` nats, where sqrt(H) would give those of trained states a hundred; and
+    the memory weighed against probabilities, since their normaliser wanders by several nats between tokens.
+    """
+    states = max(layer.weight.shape[1] * layer.size**2, 1e-6)
+    return {
+        "temperature": states / SHARPNESS,
+        "memory_weight": math.log(SHARE / REMEMBERED) - SHARPNESS,
+        "maps": True,
+        "normalised": True,
+    }
+
+
 def _limit(layer: original.Layer) -> float:
     """Bins over the scores of the probe and a quarter more; for a soft cap as far as it still rises."""
     wide = 1.25 * max(abs(layer.low), abs(layer.high), 16.0)
@@ -231,6 +274,8 @@ def _settle(head: Head, layer: original.Layer) -> None:
     """Give the head W and b, and what it owns a start that changes nothing."""
     from fullrank.hf.model import precise_parameters
 
+    whole = head
+    head = head.base if isinstance(head, CacheHead) else head
     bias = layer.bias
     if head.pointwise is SIGSOFTMAX:
         start = torch.zeros(head.vocab) if bias is None else bias.float()
@@ -255,9 +300,9 @@ def _settle(head: Head, layer: original.Layer) -> None:
     contexts = getattr(head, "contexts", None)
     if isinstance(contexts, Contexts) and layer.size > 0:
         contexts.gate.weight.div_(layer.size)
-    head.to(device=layer.weight.device)
-    kept = precise_parameters(head)
-    for name, parameter in head.named_parameters():
+    whole.to(device=layer.weight.device)
+    kept = precise_parameters(whole)
+    for name, parameter in whole.named_parameters():
         if name not in kept:
             parameter.data = parameter.data.to(layer.weight.dtype)
     head.decoder.weight = layer.weight

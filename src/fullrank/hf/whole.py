@@ -17,7 +17,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from fullrank.diagnose import estimates
 from fullrank.diagnose.collect import Windows
 from fullrank.errors import FullrankError
-from fullrank.heads import Head
+from fullrank.heads import CacheHead, Head
+from fullrank.heads.alignment import alignment_loss
 from fullrank.hf import checkpoints, controls, fit, states
 from fullrank.hf.trainee import redraw
 from fullrank.hf.training import WARM_UP
@@ -33,6 +34,8 @@ from fullrank.results.upgrade import TrainedHead, TrainingText, UpgradeTraining
 
 PACES = ((2e-5, 0.5e-3), (1e-4, 2e-3))
 """Learning rates of what the original has, body and matrix, and of what the head adds."""
+WEIGHT = 500.0
+"""A memory's weight is in nats, and far from where it is going: how much faster it learns."""
 BATCH = 4
 """Windows a step."""
 
@@ -196,12 +199,16 @@ def _train(
         return Found(losses=kept[0]["losses"], **facts)
     trained = _copy(model, head, size, seed)
     old, new = PACES[pace]
-    own = [
-        parameter for name, parameter in trained.lm_head.named_parameters() if not name.startswith("decoder.")
-    ]
-    mine = {id(parameter) for parameter in own}
+    added = dict(trained.lm_head.named_parameters())
+    own = [one for name, one in added.items() if not name.startswith("decoder.") and name != "memory_weight"]
+    weight = [added["memory_weight"]] if "memory_weight" in added else []
+    mine = {id(parameter) for parameter in (*own, *weight)}
     rest = [parameter for parameter in trained.parameters() if id(parameter) not in mine]
-    groups = [{"params": rest, "lr": old}, {"params": own, "lr": new}]
+    groups = [
+        {"params": rest, "lr": old},
+        {"params": own, "lr": new},
+        {"params": weight, "lr": new * WEIGHT},
+    ]
     optimiser = torch.optim.AdamW(
         [group for group in groups if group["params"]], betas=(0.9, 0.99), weight_decay=0.0
     )
@@ -227,7 +234,7 @@ def _train(
             for group, peak in zip(optimiser.param_groups, peaks, strict=True):
                 group["lr"] = peak * share
             ids = parts.fit[order[number * batch : (number + 1) * batch]]
-            loss = trained(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = _loss(trained, ids, settings.align)
             optimiser.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
@@ -251,6 +258,17 @@ def _train(
     checkpoints.finish(file, _name(of, file), found.losses, facts, best if head is model.lm_head else None)
     progress(1.0)
     return found
+
+
+def _loss(model: Any, ids: Tensor, align: float) -> Tensor:
+    """Nats per token, and with `align` HistAlign's ranking loss of a cache head."""
+    head = model.lm_head
+    if not align or not isinstance(head, CacheHead):
+        return cast(Tensor, model(input_ids=ids, labels=ids, use_cache=False).loss)
+    states, context = model.head_inputs(ids)
+    targets = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    ranking = alignment_loss(head, states, targets, context=context)
+    return cast(Tensor, head(states, targets, context=context)) + align * ranking
 
 
 def _file(directory: Path, seed: int, pace: int) -> Path:

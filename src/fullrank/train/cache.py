@@ -10,6 +10,9 @@ made: log p = logaddexp(log(1 - weight) + log p_model(y), log weight + log p_cac
 The cache is used from the second token on with what it holds; the public code of AWD-LSTM leaves it out until
 `window` tokens have gone by, which gives the first 3785 tokens of WikiText-2 the plain loss. With an empty
 cache, at the first token, the model stands alone.
+
+`trace` takes a run's model through a text, `trace_transformers` any causal language model of transformers,
+one of ours included; what follows is the same for both.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fullrank.diagnose import anatomy
+from fullrank.diagnose.loading import Loaded, quiet
 from fullrank.errors import FullrankError
 from fullrank.models import LanguageModel
 from fullrank.train.evaluate import BLOCKS, Evaluation, Progress, Split, limited, summarise, token_losses
@@ -113,6 +119,47 @@ def trace(
         keep=keep,
     )
     return Trace(tokens=tokens, losses=losses, states=states)
+
+
+@torch.no_grad()
+def trace_transformers(
+    loaded: Loaded, ids: Tensor, *, batch: int = 4, progress: Progress | None = None
+) -> Trace:
+    """Run a model of transformers over windows of ids [windows, window], in the order of the text.
+
+    A window sees nothing before it, as in `diagnose.collect`; its tokens but the first are predicted. The
+    cache sees across windows.
+    """
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise FullrankError(
+            f"the text has windows of shape {list(ids.shape)}, expected [windows, window] of 2 tokens or more"
+        )
+    model: Any = loaded.model
+    upgraded = hasattr(model, "head_inputs")
+    output = None if upgraded else anatomy.examine(loaded).output
+    device = next(model.parameters()).device
+    losses, found = [], []
+    for start in range(0, len(ids), batch):
+        piece = ids[start : start + batch].to(device)
+        targets = piece[:, 1:]
+        with quiet():
+            if output is None:
+                # One of our heads, which may read more than the last state; the cache reads that one.
+                states, context = model.head_inputs(piece)
+                states = [state[:, :-1] for state in states]
+                known = None if context is None else context[:, :-1]
+                nll = model.lm_head(states, targets, context=known, reduction="none")
+                last = states[0]
+            else:
+                last = anatomy.states(model, piece)[:, :-1]
+                nll = output.losses(last.float().flatten(0, 1), targets.flatten())
+        losses.append(nll.float().flatten().cpu().numpy())
+        found.append(last.float().flatten(0, 1).cpu().numpy())
+        if progress is not None:
+            progress(min(1.0, (start + batch) / len(ids)))
+    return Trace(
+        tokens=ids[:, 1:].flatten().cpu().numpy(), losses=np.concatenate(losses), states=np.concatenate(found)
+    )
 
 
 def evaluate_cache(
@@ -240,4 +287,13 @@ def _mixed(own: Tensor, votes: Tensor, weight: float, *, empty: bool) -> Tensor:
     return mixed
 
 
-__all__ = ["Cache", "CacheEvaluation", "Trace", "evaluate_cache", "trace", "tune", "with_cache"]
+__all__ = [
+    "Cache",
+    "CacheEvaluation",
+    "Trace",
+    "evaluate_cache",
+    "trace",
+    "trace_transformers",
+    "tune",
+    "with_cache",
+]

@@ -1,0 +1,117 @@
+"""`fullrank eval MODEL --text FILE`: a causal language model of transformers on a text, with a cache too."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+from fullrank.errors import FullrankError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+    from fullrank.cli.eval import Eval
+    from fullrank.results import Evaluated
+    from fullrank.results.evaluation import Score
+    from fullrank.train.cache import Cache
+
+TOKENS, WINDOW = 16384, 512
+"""Of the text, unless --limit and --length say otherwise."""
+
+
+def check(options: Eval) -> None:
+    """Raise for what only a run can be asked."""
+    if options.dynamic:
+        raise FullrankError("--dynamic follows the text with a run's training data: leave it out with --text")
+    for name, given in (("batch", options.batch), ("stride", options.stride)):
+        if given is not None:
+            raise FullrankError(
+                f"--{name} is for runs: leave it out with --text, where windows lie side by side"
+            )
+
+
+def measure(
+    options: Eval, cache: Cache | None, device: str, progress: Callable[[str, float], None]
+) -> Evaluated:
+    """The model's losses on the text, and with a cache if asked: tuned on a third, judged on the rest."""
+    import torch
+
+    from fullrank.diagnose import collect, loading
+    from fullrank.diagnose.anatomy import longest
+    from fullrank.results import Evaluated
+    from fullrank.train.cache import Trace, trace_transformers, tune, with_cache
+
+    progress("loading the model", 0.0)
+    loaded = loading.load(str(options.run), device=device, dtype=torch.float32)
+    windows = collect.tokenise(
+        loaded.tokenizer,
+        list(options.text),
+        tokens=options.limit or TOKENS,
+        window=options.length or WINDOW,
+        longest=longest(loaded.model),
+    )
+    ids = windows.ids
+    start = time.perf_counter()
+    way = trace_transformers(loaded, ids, progress=functools.partial(progress, "plain"))
+    each = ids.shape[1] - 1
+    judged = slice(len(ids) // 3 * each if options.tune else 0, None)
+    rest = Trace(tokens=way.tokens[judged], losses=way.losses[judged], states=way.states[judged])
+    size = float(windows.sizes.flatten()[judged].sum())
+    scores = [_score("plain", rest.losses, size, start)]
+    if cache is not None:
+        start = time.perf_counter()
+        if options.tune:
+            first = slice(0, judged.start)
+            held = Trace(tokens=way.tokens[first], losses=way.losses[first], states=way.states[first])
+            chosen = {"windows": (cache.window,)} if options.window is not None else {}
+            told = functools.partial(progress, "cache: tuning")
+            cache = tune(held, **chosen, device=device, progress=told)
+        # The cache looks back into the part that is not judged: it is the same text.
+        losses = with_cache(way, cache, device=device, progress=functools.partial(progress, "cache"))
+        scores.append(_score("cache", losses[judged], size, start, cache, options.tune))
+    model: Any = loaded.model
+    return Evaluated(
+        run=loaded.name,
+        recipe="",
+        head=model.lm_head.name if hasattr(model, "head_inputs") else "softmax",
+        checkpoint="",
+        step=0,
+        split=", ".join(windows.sources),
+        tokens=len(rest.tokens),
+        context=ids.shape[1],
+        length=ids.shape[1],
+        stride=ids.shape[1],
+        batch=1,
+        scores=tuple(scores),
+    )
+
+
+def _score(
+    method: str, losses: np.ndarray, size: float, start: float, settings: Any = None, tuned: bool = False
+) -> Score:
+    from types import SimpleNamespace
+
+    from fullrank.results.evaluation import Score
+    from fullrank.train.evaluate import summarise
+
+    text: Any = SimpleNamespace(tokens=losses, bytes=size)
+    found = summarise(losses, text, seconds=time.perf_counter() - start)
+    return Score(
+        method=method,
+        settings={
+            name: float(value)
+            for name, value in (dataclasses.asdict(settings) if settings is not None else {}).items()
+        },
+        tuned=tuned,
+        loss=found.loss,
+        standard_error=found.standard_error,
+        perplexity=found.perplexity,
+        bits_per_byte=found.bits_per_byte,
+        counted=found.counted,
+        seconds=found.seconds,
+        frequency=(),
+    )
