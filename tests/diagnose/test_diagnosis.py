@@ -22,7 +22,7 @@ from fullrank.diagnose.diagnosis import INTERRUPTED, NOT_ASKED, QUICK, Answers, 
 from fullrank.diagnose.loading import load
 from fullrank.errors import FullrankError
 from fullrank.results import Diagnosis
-from fullrank.results.diagnosis import QUESTIONS
+from fullrank.results.diagnosis import BY_NAME, QUESTIONS
 
 Build = Callable[..., Path]
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
@@ -92,9 +92,11 @@ def test_all_questions_are_answered(whole: Diagnosis) -> None:
     for path, value in values(whole):
         if isinstance(value, float):
             assert math.isfinite(value), path
-        # The refit has its learning rate for refitted ranks only, and a llama has no cap.
+        # The refit has its learning rate for refitted ranks only, a llama has no cap, and attention is asked
+        # by name.
         if value is None:
-            assert "refitted" in path or "learning_rate" in path or "softcap" in path, path
+            known = ("refitted", "learning_rate", "softcap", "attention")
+            assert any(name in path for name in known), path
 
 
 def test_the_facts_fit_together(whole: Diagnosis, text: Path) -> None:
@@ -201,8 +203,8 @@ def test_the_questions_of_the_command_line_are_those_of_the_record() -> None:
 
     from fullrank.cli.diagnose import _ANSWERS, Question
 
-    assert typing.get_args(Question) == QUESTIONS
-    assert tuple(_ANSWERS) == QUESTIONS
+    assert typing.get_args(Question) == (*QUESTIONS, *BY_NAME)
+    assert tuple(_ANSWERS) == (*QUESTIONS, *BY_NAME)
 
 
 def test_too_little_of_anything_is_refused(directory: Path, text: Path) -> None:

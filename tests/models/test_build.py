@@ -32,6 +32,7 @@ class BodyChoice:
     dropout_input: float = 0.1
     dropout_hidden: float = 0.1
     weight_drop: float = 0.2
+    normaliser: str = "softmax"
 
 
 @dataclass(frozen=True, kw_only=True)

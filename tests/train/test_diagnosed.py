@@ -304,6 +304,11 @@ def test_a_run_with_too_little_text(shop: Shop, tmp_path: Path) -> None:
         diagnose_run(shop.run("lstm-softmax"), text=[file], settings=SMALL)
 
 
+def test_attention_is_asked_of_transformers_models(shop: Shop) -> None:
+    with pytest.raises(FullrankError, match=r"this is a training run: fullrank study attention"):
+        diagnose_run(shop.run("lstm-softmax"), settings=SMALL, only=["attention"])
+
+
 def test_too_little_memory(shop: Shop) -> None:
     with pytest.raises(FullrankError, match=r"states of 576 tokens take .* take fewer --tokens"):
         diagnose_run(shop.run("lstm-softmax"), settings=dataclasses.replace(SMALL, memory=1000))

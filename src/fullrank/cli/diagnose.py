@@ -29,12 +29,13 @@ Question = Literal[
     "better_head",
     "unreachable",
     "gradient",
+    "attention",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnose:
-    """Measure a causal language model's output layer on some text, and write results and a page.
+    """Measure a causal language model's output layer, or its attention, and write results and a page.
 
     Example: fullrank diagnose path/to/model --text book.txt --out runs/model
     """
@@ -46,7 +47,7 @@ class Diagnose:
     out: Path = Path("runs/diagnose")
     """Directory for results.json, report.html and the cached states."""
     only: tuple[Question, ...] = ()
-    """Answer these questions only."""
+    """Answer these questions only; attention, which takes minutes, is answered only if named here."""
     skip: tuple[Question, ...] = ()
     """Leave these questions out."""
     quick: bool = False
@@ -194,6 +195,8 @@ def table(record: Diagnosis) -> Table:
     """The answers, a line a question."""
     from rich.table import Table
 
+    from fullrank.results.diagnosis import BY_NAME
+
     drawn = Table(
         title=_plain(
             f"{record.model.name}: width {record.model.width}, vocabulary {record.model.vocabulary:,}, "
@@ -206,6 +209,8 @@ def table(record: Diagnosis) -> Table:
     reasons = {one.question: one.reason for one in record.missing}
     for name, words in _ANSWERS.items():
         answer = getattr(record, name)
+        if answer is None and name in BY_NAME and name not in reasons:
+            continue
         drawn.add_row(
             name, words(record) if answer is not None else f"[dim]{_plain(reasons.get(name, ''))}[/]"
         )
@@ -282,6 +287,23 @@ def _gradient(record: Diagnosis) -> str:
     return f"{found.kept_norm.value:.3f} of the norm reaches the body; random subspace {found.null_norm:.3f}"
 
 
+def _attention(record: Diagnosis) -> str:
+    found = record.attention
+    assert found is not None
+    last = found.by_length[-1]
+    words = (
+        f"{last.effective_tokens.value:.1f} effective tokens of {last.visible:.0f}, "
+        f"{last.first_mass.value:.0%} of the weight on the first"
+    )
+    for sets in found.by_size:
+        if (sets.length, sets.size) == (last.length, found.reference_size):
+            words += (
+                f"; of the top {sets.size}, {sets.separable.value:.0%} stand apart (random: "
+                f"{sets.separable_random.value:.0%})"
+            )
+    return words
+
+
 _ANSWERS = {
     "loss": _loss,
     "spectrum": _spectrum,
@@ -291,4 +313,5 @@ _ANSWERS = {
     "better_head": _better_head,
     "unreachable": _unreachable,
     "gradient": _gradient,
+    "attention": _attention,
 }

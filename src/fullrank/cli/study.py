@@ -1,15 +1,17 @@
-"""`fullrank study`: published questions, run again."""
+"""`fullrank study`: published questions, run again. One class a study; its options are its fields."""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from fullrank.cli.progress import Bar
+from fullrank.cli.study_attention import Attention, attention
+from fullrank.cli.study_histalign import Histalign, histalign
 from fullrank.errors import FullrankError
 
 if TYPE_CHECKING:
@@ -19,14 +21,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
-    """Run a study: how the dimensions of text vary over languages, vocabularies and amounts of text.
+class Languages:
+    """How the dimensions of text vary over languages, vocabularies and amounts of text.
 
     Example: fullrank study languages pages/en-us pages/de pages/fr --out runs/languages
     """
 
-    what: Annotated[Literal["languages"], tyro.conf.Positional]
-    """Which study."""
     pages: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PAGES")] = ()
     """Folders with the help pages of LibreOffice, one a language and named after it, en-us among them:
     apt-get download libreoffice-help-de && dpkg-deb -x libreoffice-help-de_*.deb pages/de"""
@@ -55,7 +55,27 @@ class Study:
     """Seed of everything random."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Run a published question again: languages, attention or histalign."""
+
+    what: (
+        Annotated[Languages, tyro.conf.subcommand("languages")]
+        | Annotated[Attention, tyro.conf.subcommand("attention")]
+        | Annotated[Histalign, tyro.conf.subcommand("histalign")]
+    )
+
+
 def study(options: Study) -> None:
+    run: Any = {
+        Languages: languages_study,
+        Attention: attention,
+        Histalign: histalign,
+    }[type(options.what)]
+    run(options.what)
+
+
+def languages_study(options: Languages) -> None:
     from rich.console import Console
 
     from fullrank import report, results

@@ -21,6 +21,7 @@ from fullrank import results
 from fullrank.diagnose import (
     anatomy,
     anisotropy,
+    attention,
     better_head,
     collect,
     findings,
@@ -34,7 +35,7 @@ from fullrank.diagnose import (
 )
 from fullrank.diagnose.loading import Loaded, load
 from fullrank.errors import FullrankError
-from fullrank.results.diagnosis import QUESTIONS, Diagnosis, Missing, TextFacts
+from fullrank.results.diagnosis import BY_NAME, QUESTIONS, Diagnosis, Missing, TextFacts
 
 Progress = Callable[[str, float], None]
 
@@ -62,6 +63,8 @@ class Settings:
     search_seconds: float = 25.0
     """Time for the search for unreachable tokens and the capacity."""
     gradient_tokens: int = 512
+    attention_loss_tokens: int = 1024
+    """Tokens on which attention is changed, one change after the other; its other figures use all tokens."""
     seed: int = 0
 
 
@@ -74,6 +77,7 @@ QUICK = Settings(
     rates=(0.06,),
     search_seconds=12.0,
     gradient_tokens=256,
+    attention_loss_tokens=512,
 )
 """A first look in ninety seconds: fewer tokens, one mixture, one learning rate, a shorter search."""
 
@@ -103,9 +107,9 @@ def run(
 ) -> Diagnosis:
     """Diagnose a model: a path, a hub name, a .gguf file, a `Loaded`, or the bundled model for None.
 
-    `text` are files, `only` and `skip` names of questions. States are kept under `out`, so that a second run
-    finds them; answers that an earlier run left there for the same model and text are kept where they are not
-    asked for again.
+    `text` are files, `only` and `skip` names of questions; attention is asked only where `only` names it.
+    States are kept under `out`, so that a second run finds them; answers that an earlier run left there for
+    the same model and text are kept where they are not asked for again.
     """
     asked = chosen_questions(only, skip)
     progress("loading the model", 0.0)
@@ -130,30 +134,36 @@ def run(
         longest=anatomy.longest(loaded.model),
     )
     with _directory(out) as directory:
-        states = collect.collect(
-            loaded.model,
-            build,
-            windows,
-            directory,
-            memory=settings.memory,
-            progress=lambda share: progress("running the model", share),
-        )
+        states = None
+        if set(asked) - set(BY_NAME):
+            states = collect.collect(
+                loaded.model,
+                build,
+                windows,
+                directory,
+                memory=settings.memory,
+                progress=lambda share: progress("running the model", share),
+            )
         tokenizer = loaded.tokenizer
+        watched = (loaded.model, windows.ids) if "attention" in asked else None
         if not isinstance(model, Loaded):
             # The body has done its work, and its memory is better used for what follows.
             build = dataclasses.replace(build, blocks=())
             del loaded
-        answers = Answers(build, states, settings, lambda token: _name(tokenizer, token))
+        answers = Answers(build, states, settings, lambda token: _name(tokenizer, token), watched)
+        del watched
         return answer(answers, windows, asked, out, progress)
 
 
 def chosen_questions(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
-    unknown = [name for name in (*only, *skip) if name not in QUESTIONS]
+    known = (*QUESTIONS, *BY_NAME)
+    unknown = [name for name in (*only, *skip) if name not in known]
     if unknown:
         raise FullrankError(
-            f"no question is called {', '.join(unknown)}: expected some of {', '.join(QUESTIONS)}"
+            f"no question is called {', '.join(unknown)}: expected some of {', '.join(known)}"
         )
-    asked = tuple(name for name in QUESTIONS if (not only or name in only) and name not in skip)
+    # Those by name come first: they need the whole model, which can go before the others begin.
+    asked = tuple(name for name in (*BY_NAME, *QUESTIONS) if name in (only or QUESTIONS) and name not in skip)
     if not asked:
         raise FullrankError("--only and --skip leave no question: name at least one to answer")
     return asked
@@ -165,22 +175,28 @@ class Answers:
     A method that raises FullrankError leaves its question without an answer, for that reason.
     """
 
+    states: collect.States
+
     def __init__(
         self,
         build: anatomy.Anatomy,
-        states: collect.States,
+        states: collect.States | None,
         settings: Settings,
         name: Callable[[int], str],
+        watched: tuple[Any, torch.Tensor] | None = None,
     ) -> None:
-        self.build, self.states, self.settings, self.name = build, states, settings, name
+        """`states` is None where only questions by name are asked; `watched` is a model and its windows."""
+        self.build, self.settings, self.name, self.watched = build, settings, name, watched
         self.output = build.output
-        device = self.output.weight.device
-        self.hidden = states.hidden.to(device)
-        self.targets = states.targets.to(device)
         # A quarter of the memory for one V-wide buffer: there are up to three, and the states.
         self.limit = settings.memory // 4
-        self.parts = split(states)
         self._setting: frozen.Setting | None = None
+        if states is not None:
+            self.states = states
+            device = self.output.weight.device
+            self.hidden = states.hidden.to(device)
+            self.targets = states.targets.to(device)
+            self.parts = split(states.windows)
 
     def setting(self) -> frozen.Setting:
         if self._setting is None:
@@ -271,6 +287,24 @@ class Answers:
             progress=progress,
         )
 
+    def attention(self, progress: Progress) -> object:
+        if self.watched is None:
+            raise FullrankError(
+                "attention is measured in models of transformers, and this is a training run: fullrank study "
+                "attention compares normalisers in training"
+            )
+        # Let go of it here, so that the questions after this one have the model's memory.
+        (model, ids), self.watched = self.watched, None
+        return attention.attention(
+            model,
+            self.output,
+            ids,
+            memory=self.settings.memory,
+            loss_tokens=self.settings.attention_loss_tokens,
+            seed=self.settings.seed,
+            progress=progress,
+        )
+
     def gradient(self, progress: Progress) -> object:
         step = max(1, len(self.targets) // self.settings.gradient_tokens)
         return gradient.gradient(
@@ -282,20 +316,16 @@ class Answers:
         )
 
 
-def split(states: collect.States) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token numbers to fit on, to choose on and to judge on: four sevenths, one and two, in the text's order.
+def split(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token numbers to fit on, to choose on and to judge on, of tokens in these windows: 4/7, 1/7 and 2/7.
 
     In order, because windows that touch share their subject, and what is judged on should be news.
     """
-    count = int(states.windows.max()) + 1
+    count = int(windows.max()) + 1
     first = max(1, count * 4 // 7)
     second = max(first + 1, count * 5 // 7)
-    bounds = [states.windows < first, (states.windows >= first) & (states.windows < second)]
-    return (
-        bounds[0].nonzero()[:, 0],
-        bounds[1].nonzero()[:, 0],
-        (states.windows >= second).nonzero()[:, 0],
-    )
+    bounds = [windows < first, (windows >= first) & (windows < second), windows >= second]
+    return bounds[0].nonzero()[:, 0], bounds[1].nonzero()[:, 0], bounds[2].nonzero()[:, 0]
 
 
 def answer(
@@ -319,9 +349,12 @@ def answer(
         else:
             missing[name] = reason
 
-    for name in QUESTIONS:
+    for name in (*QUESTIONS, *BY_NAME):
         if name not in asked:
             keep(name, NOT_ASKED)
+    for name in BY_NAME:
+        # Nobody misses what is answered by name only.
+        missing.pop(name, None)
     stopped = False
     for name in asked:
         if stopped:
@@ -346,6 +379,9 @@ def answer(
     record = _record(answers, windows, found, missing, seconds)
     if stopped:
         raise Interrupted(record)
+    if set(asked) <= set(BY_NAME) and not found:
+        # Nothing else was asked, and nothing is known: a page without any answer would help nobody.
+        raise FullrankError(missing[asked[0]])
     return record
 
 
@@ -356,26 +392,32 @@ def _record(
     missing: dict[str, str],
     seconds: dict[str, float],
 ) -> Diagnosis:
-    states = answers.states
+    count, length = windows.ids.shape
+    # Without states the tokens are those of a transformers model: all of a window but its first.
+    numbers = torch.arange(count).repeat_interleave(length - 1)
+    if hasattr(answers, "states"):
+        numbers = answers.states.windows
+    parts = [len(part) for part in split(numbers)]
     text = TextFacts(
         sources=windows.sources,
         sha256=windows.sha256,
         bytes=int(windows.sizes.sum()),
-        tokens=len(states.targets),
+        tokens=len(numbers),
         window=windows.ids.shape[1],
         windows=windows.ids.shape[0],
         starts_with_bos=windows.starts_with_bos,
-        fit_tokens=len(answers.parts[0]),
-        choose_tokens=len(answers.parts[1]),
-        held_out_tokens=len(answers.parts[2]),
+        fit_tokens=parts[0],
+        choose_tokens=parts[1],
+        held_out_tokens=parts[2],
     )
+    known = (*QUESTIONS, *BY_NAME)
     record = Diagnosis(
         model=answers.build.facts,
         text=text,
         findings=(),
-        missing=tuple(Missing(question=name, reason=missing[name]) for name in QUESTIONS if name in missing),
-        seconds={name: seconds[name] for name in QUESTIONS if name in seconds},
-        **{name: found.get(name) for name in QUESTIONS},
+        missing=tuple(Missing(question=name, reason=missing[name]) for name in known if name in missing),
+        seconds={name: seconds[name] for name in known if name in seconds},
+        **{name: found.get(name) for name in known},
     )
     return dataclasses.replace(record, findings=findings.findings(record))
 

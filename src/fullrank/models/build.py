@@ -52,6 +52,8 @@ class BodySettings(Protocol):
     def dropout_hidden(self) -> float: ...
     @property
     def weight_drop(self) -> float: ...
+    @property
+    def normaliser(self) -> str: ...
 
 
 class HeadSettings(Protocol):
@@ -128,6 +130,11 @@ def build_model(
 
 def build_body(body: BodySettings, *, vocab: int, embedding: int, context: int) -> Body:
     if body.kind == "awd_lstm":
+        if body.normaliser != "softmax":
+            raise FullrankError(
+                f"an LSTM has no attention that {body.normaliser} could normalise: leave "
+                "body.normaliser=softmax, or train a transformer"
+            )
         return AwdLstm(
             vocab=vocab,
             embedding=embedding,
@@ -150,6 +157,7 @@ def build_body(body: BodySettings, *, vocab: int, embedding: int, context: int) 
             inner=body.inner or 4 * body.hidden,
             context=context,
             dropout=body.dropout,
+            normaliser=body.normaliser,
         )
     raise FullrankError(f"no body is called {body.kind!r}: expected awd_lstm or transformer")
 

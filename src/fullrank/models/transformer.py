@@ -9,16 +9,23 @@ transformers.GPTNeoXModel. The embedding stands beside them, where every body ha
 so that a head of another width can be tied. P keeps the size of what it maps: its entries have the variance
 1 / (embedding width).
 
+`normaliser` turns attention scores into weights (`ops/normalisers.py`). The parameter of one that has any is
+learnt, a number for each layer and attention head: a sink starts at 0, and the factor on log n at
+1 / log(context), which is softmax for the last token of a full context.
+
 States: the last layer's after the final norm, then the outputs of the layers below it as they are.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.heads.base import require_positive
+from fullrank.models.attention import install_normaliser
 from fullrank.models.body import Body, BodyOutput, Carried
 
 SPREAD = 0.02
@@ -39,6 +46,7 @@ class TransformerBody(Body):
         context: int,
         dropout: float = 0.0,
         embedding: int | None = None,
+        normaliser: str = "softmax",
     ) -> None:
         super().__init__()
         embedding = hidden if embedding is None else embedding
@@ -80,6 +88,10 @@ class TransformerBody(Body):
             )
         )
         self.model.set_input_embeddings(nn.Identity())
+        if normaliser != "softmax":
+            # Softmax stays with the fused attention that it has.
+            start = 1 / math.log(max(2, context)) if normaliser == "log_length" else None
+            install_normaliser(self.model, normaliser, start=start)
         self.widths = (hidden,) * layers
         self.context = context
 

@@ -1,7 +1,8 @@
 """The page of a diagnosis, of one model or of several side by side.
 
-The answer first, then what was flagged, then a section a question in the order of `QUESTIONS`, then what was
-not answered and what was measured.
+The answer first, then what was flagged, then a section a question in the order of `QUESTIONS`, then attention
+where it was asked about, what was not answered and what was measured. A record of attention alone has a page
+of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from fullrank.report import diagnosis_curves, diagnosis_rows
 from fullrank.report.answer import answer, reason_of, shared_caution
+from fullrank.report.attention_section import attention_sections
 from fullrank.report.curves import Curves
 from fullrank.report.diagnosis_details import details
 from fullrank.report.diagnosis_facts import facts, measured
@@ -38,6 +40,15 @@ def diagnosis_page(record: Diagnosis) -> Page:
     """The page of one model."""
     subjects = subjects_of([record])
     model, text = record.model, record.text
+    if record.attention is not None and all(getattr(record, name) is None for name in QUESTIONS):
+        return Page(
+            title=f"Attention of {subjects[0].name}",
+            lead=(
+                f"{model.parameters:,} parameters, {record.attention.heads:,} heads in "
+                f"{record.attention.layers:,} layers, measured on {text.tokens:,} tokens of text."
+            ),
+            sections=(*attention_sections(subjects), _measured(subjects)),
+        )
     loss = (
         ""
         if record.loss is None
@@ -88,6 +99,7 @@ def _sections(subjects: tuple[Subject, ...]) -> tuple[Section, ...]:
     return (
         _flagged(subjects),
         *(_question(name, subjects) for name in QUESTIONS),
+        *attention_sections(subjects),
         *_unanswered(subjects),
         _measured(subjects),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fullrank.errors import FullrankError
+from fullrank.report.attention_study_page import attention_study_page
 from fullrank.report.corpus_charts import looks
 from fullrank.report.corpus_page import corpora_page, corpus_page
 from fullrank.report.diagnosis_page import comparison_page, diagnosis_page
@@ -17,9 +18,11 @@ from fullrank.report.ladder_page import ladder_page
 from fullrank.report.page import Page, html
 from fullrank.report.series_page import series_page
 from fullrank.report.subject import names_of
+from fullrank.report.templates_page import templates_page
 from fullrank.report.training_page import training_page, trainings_page
 from fullrank.report.upgrade_page import collapse_page, upgrade_page
 from fullrank.results import (
+    AttentionStudy,
     Collapse,
     Corpora,
     Corpus,
@@ -27,6 +30,7 @@ from fullrank.results import (
     Ladder,
     Provenance,
     Series,
+    Templates,
     Training,
     Trainings,
     Upgrade,
@@ -43,6 +47,8 @@ _PAGES: dict[str, Callable[[Any], Page]] = {
     Collapse.kind: collapse_page,
     Corpus.kind: corpus_page,
     Corpora.kind: corpora_page,
+    AttentionStudy.kind: attention_study_page,
+    Templates.kind: templates_page,
 }
 
 

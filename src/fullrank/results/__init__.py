@@ -1,5 +1,6 @@
 """Result records, and how they are written and read. Knows no torch."""
 
+from fullrank.results.attention_study import AttentionStudy
 from fullrank.results.corpus import Corpora, Corpus, CorpusCurve, CorpusNull
 from fullrank.results.diagnosis import QUESTIONS, Diagnosis, Estimate
 from fullrank.results.evaluation import Evaluated
@@ -13,6 +14,7 @@ from fullrank.results.files import (
     save,
     write_whole,
 )
+from fullrank.results.histalign import Templates
 from fullrank.results.ladder import Ladder, LadderRung
 from fullrank.results.series import Series
 from fullrank.results.training import Training, Trainings
@@ -21,10 +23,13 @@ from fullrank.results.upgrade import Collapse, Upgrade
 
 KINDS.update({record.kind: record for record in (Ladder, Diagnosis, Series, Training, Trainings, Evaluated)})
 KINDS.update({record.kind: record for record in (Upgrade, Collapse, Corpus, Corpora)})
+KINDS[AttentionStudy.kind] = AttentionStudy
+KINDS[Templates.kind] = Templates
 
 __all__ = [
     "KINDS",
     "QUESTIONS",
+    "AttentionStudy",
     "Collapse",
     "Corpora",
     "Corpus",
@@ -37,6 +42,7 @@ __all__ = [
     "LadderRung",
     "Provenance",
     "Series",
+    "Templates",
     "Training",
     "Trainings",
     "Upgrade",

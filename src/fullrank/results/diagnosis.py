@@ -9,14 +9,8 @@ from __future__ import annotations
 import dataclasses
 import typing
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A figure and its 95% interval."""
-
-    value: float
-    low: float
-    high: float
+from fullrank.results.attention import Attention
+from fullrank.results.estimate import Estimate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -333,7 +327,7 @@ class Missing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Everything `fullrank diagnose` found out about a model's output layer."""
+    """Everything `fullrank diagnose` found out about a model."""
 
     kind: typing.ClassVar[str] = "diagnosis"
     version: typing.ClassVar[int] = 1
@@ -353,6 +347,8 @@ class Diagnosis:
     """Questions that were not asked, could not be answered, or were interrupted, and why."""
     seconds: dict[str, float]
     """Time a question took, on the machine that ran it."""
+    attention: Attention | None = None
+    """The question that is answered only when it is asked for by name."""
 
 
 QUESTIONS = (
@@ -365,4 +361,7 @@ QUESTIONS = (
     "unreachable",
     "gradient",
 )
-"""The fields of a diagnosis that answer a question, in the order of the report."""
+"""The fields of a diagnosis that answer a question about the output layer, in the order of the report."""
+
+BY_NAME = ("attention",)
+"""Questions about other parts of the model, answered only when asked for by name: they take minutes."""

@@ -63,6 +63,8 @@ class BodyConfig:
     """Between an LSTM's layers, one mask a sequence."""
     weight_drop: float = 0.0
     """Of an LSTM's recurrent weights, one mask a step."""
+    normaliser: Literal["softmax", "sparsemax", "entmax15", "sink", "log_length", "sigmoid"] = "softmax"
+    """What turns a transformer's attention scores into weights (`fullrank.ops.normalisers`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,264 @@
+"""What all trainings of `histalign` share: settings, states of the frozen layers, and the heads."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fullrank.diagnose import anatomy, collect, estimates, loading
+from fullrank.errors import FullrankError
+from fullrank.heads import Head
+from fullrank.heads.alignment import MARGIN
+from fullrank.heads.cache import CacheHead
+from fullrank.heads.memory import entry_tokens
+from fullrank.hf import checkpoints, upgrade
+from fullrank.ops import linear_logprob
+from fullrank.ops.memory import memory_logsumexp
+from fullrank.studies import names, template_task, templates
+from fullrank.studies.template_task import Batch
+from fullrank.studies.upper_layers import UpperLayers
+
+METHODS = ("base", "cache", "softmax", "trime", "histalign", "histalign_sum", "mos")
+UNTRAINED = ("base", "cache")
+RANKED = {"histalign": "mean", "histalign_sum": "sum"}
+"""Methods with the ranking loss, and what becomes of a position's pairs."""
+SPLITS = ("train", "one overlap", "no overlap")
+RATES = {"layers and head": 1e-4, "memory weight": 0.05}
+"""Learning rates at their highest."""
+FORMAT = 1
+"""Of what is kept; raised when its meaning changes."""
+STORY = 160
+"""Tokens of a text with names that are read."""
+CALIBRATED = 32
+"""Windows of text that the memory's start is chosen on."""
+TEMPERATURES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Of the memory, in units of sqrt(H)."""
+WEIGHTS = tuple(float(weight) for weight in range(-100, 12, 2))
+BODY_BATCH = 24
+"""Texts that the frozen layers read at once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    methods: tuple[str, ...] = METHODS
+    seeds: tuple[int, ...] = (0, 1, 2)
+    layers: int = 2
+    train: int = 192
+    """Prompts to train on."""
+    held_out: int = 96
+    """Prompts of each other split."""
+    epochs: int = 3
+    batch: int = 24
+    """Prompts a step."""
+    text_tokens: int = 64
+    """Tokens of ordinary text a step."""
+    judged_tokens: int = 2048
+    """Tokens of ordinary text that are judged on."""
+    window: int = 128
+    """Tokens of a window that is judged."""
+    stories: int = 12
+    align: float = 1.0
+    margin: float = MARGIN
+    components: int = 2
+    """Of mos: one for each answer."""
+    rank_contexts: int = 768
+    rank_tokens: int = 1280
+    """Size of the sample for the rank, which is its ceiling."""
+    as_published: bool = False
+    """Train on the answers alone, with a memory of temperature sqrt(H) and log weight 0, not learned."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.methods) - set(METHODS))
+        if unknown or "base" not in self.methods:
+            raise FullrankError(
+                f"methods are {', '.join(self.methods) or 'none'}: expected base, which the others are held "
+                f"against, and some of {', '.join(METHODS[1:])}"
+            )
+        sizes = (self.layers, self.train, self.held_out, self.epochs, self.batch, self.stories)
+        if not self.seeds or min(sizes) < 1 or min(self.text_tokens, self.window) < 8:
+            raise FullrankError(
+                f"{self} is impossible: expected a seed, 1 or more of everything, and windows of 8 tokens "
+                "or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Text:
+    """Windows of ids, and what enters the trained layers."""
+
+    ids: Tensor
+    """[windows, time]"""
+    recorded: Tensor
+    kinds: Tensor
+    """[windows, time - 1] of the predicted tokens: 0 ordinary, 1 first, 2 repeated, 3 other."""
+
+    def blocks(self, first: int = 0) -> Tensor:
+        """[windows, time - 1] a number for each stretch of text."""
+        count, length = self.ids.shape[0], self.ids.shape[1] - 1
+        each = -(-length // estimates.BLOCK)
+        number = torch.arange(count)[:, None] * each + torch.arange(length) // estimates.BLOCK
+        return first + number
+
+
+KINDS = ("text", "first", "repeated", "other")
+
+
+class Study:
+    """What all trainings of a study share."""
+
+    def __init__(
+        self, loaded: loading.Loaded, files: Sequence[Path], config: Config, directory: Path
+    ) -> None:
+        self.loaded, self.config, self.directory = loaded, config, directory
+        self.tokenizer = loaded.tokenizer
+        self.blocks = anatomy.examine(loaded).blocks
+        self.plain = upgrade(loaded, "softmax")
+        self.plain.requires_grad_(False)
+        self.upper = UpperLayers(self.plain, self.blocks, config.layers)
+        self.start = checkpoints.weights(self.upper.parameters())
+        windows = collect.tokenise(
+            self.tokenizer,
+            files,
+            tokens=config.judged_tokens + config.epochs * self.steps * config.text_tokens,
+            window=config.window,
+            longest=anatomy.longest(loaded.model),
+        )
+        self.sources, self.sha256 = windows.sources, windows.sha256
+        judged = max(1, -(-config.judged_tokens // windows.ids.shape[1]))
+        if judged >= len(windows.ids):
+            raise FullrankError(
+                f"the text has {windows.ids.numel()} tokens, of which {config.judged_tokens} are to be "
+                "judged and others trained on: give more --text or fewer --judged-tokens"
+            )
+        # The end is judged, so that what is trained on is the same whatever is judged.
+        self.judged_ids = windows.ids[-judged:]
+        self.training_ids = self._pieces(windows.ids[:-judged])
+        self.stories = names.stories(config.stories)
+        self.of = checkpoints.digest(
+            dataclasses.asdict(config) | {"methods": None, "seeds": None},
+            RATES,
+            [FORMAT, loaded.fingerprint, STORY, CALIBRATED, TEMPERATURES, WEIGHTS],
+            windows.ids,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Of an epoch."""
+        return -(-self.config.train // self.config.batch)
+
+    def prepare(self, progress: Callable[[float], None]) -> None:
+        """Run the frozen layers over the texts that all seeds share."""
+        self.upper.check(self.judged_ids[:1, :BODY_BATCH])
+        plain = Text(
+            ids=self.judged_ids,
+            recorded=self._record(self.judged_ids, lambda share: progress(share / 3)),
+            kinds=torch.zeros(len(self.judged_ids), self.judged_ids.shape[1] - 1, dtype=torch.long),
+        )
+        ids, kinds = self._stories()
+        told = Text(ids=ids, recorded=self._record(ids, lambda share: progress((1 + share) / 3)), kinds=kinds)
+        self.judged = (plain, told)
+        self.training = self._record(self.training_ids, lambda share: progress((2 + share) / 3))
+        self.temperature, self.memory_start = self._memory_start()
+
+    def prompts(self, seed: int, progress: Callable[[float], None]) -> dict[str, list[Batch]]:
+        """The prompts of a seed's splits, by length."""
+        drawn = templates.splits(
+            train=self.config.train,
+            held_out=self.config.held_out,
+            seed=seed,
+            keep=lambda prompt: template_task.encode(self.tokenizer, prompt) is not None,
+        )
+        found: dict[str, list[Batch]] = {}
+        for place, (name, chosen) in enumerate(
+            zip(SPLITS, (drawn.train, drawn.one_overlap, drawn.no_overlap), strict=True)
+        ):
+            encoded = [template_task.encode(self.tokenizer, prompt) for prompt in chosen]
+            found[name] = [
+                Batch(ids=ids, pieces=pieces, recorded=self._record(ids, lambda share: None))
+                for ids, pieces in template_task.by_length([one for one in encoded if one is not None])
+            ]
+            progress((place + 1) / len(SPLITS))
+        return found
+
+    def head(self, method: str, seed: int) -> Head:
+        """The output layer of a method, with the model's own matrix; the same distribution but for memory."""
+        torch.manual_seed(seed)
+        if method == "mos":
+            return upgrade(self.loaded, "mos", components=self.config.components).lm_head
+        plain = self.plain.lm_head
+        # A copy that shares W: a cache takes its base apart.
+        base = copy.deepcopy(plain, {id(plain.decoder): plain.decoder})
+        if method not in ("cache", "trime", *RANKED):
+            return base
+        return CacheHead(base, temperature=self.temperature, memory_weight=self.memory_start)
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self.upper.parameters().items():
+                parameter.copy_(self.start[name])
+
+    def _pieces(self, ids: Tensor) -> Tensor:
+        """Windows of the tokens of a step, from the same text."""
+        length = min(self.config.text_tokens, ids.shape[1])
+        return ids[:, : ids.shape[1] // length * length].reshape(-1, length)
+
+    def _stories(self) -> tuple[Tensor, Tensor]:
+        ids, kinds = [], []
+        for story in self.stories:
+            found = self.tokenizer(
+                story.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            kind = torch.full((len(found["input_ids"]),), 3)
+            for mention in story.mentions:
+                for place, (begin, end) in enumerate(found["offset_mapping"]):
+                    if begin < mention.end and end > mention.start:
+                        kind[place] = 2 if mention.repeated else 1
+            ids.append(found["input_ids"])
+            kinds.append(kind)
+        length = min(STORY, anatomy.longest(self.loaded.model) or STORY, *map(len, ids))
+        return (
+            torch.tensor([one[:length] for one in ids]),
+            torch.stack([kind[1:length] for kind in kinds]),
+        )
+
+    def _record(self, ids: Tensor, progress: Callable[[float], None]) -> Tensor:
+        parts = []
+        for place in range(0, len(ids), BODY_BATCH):
+            parts.append(self.upper.record(ids[place : place + BODY_BATCH]))
+            progress(min(1.0, (place + BODY_BATCH) / len(ids)))
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    @torch.no_grad()
+    def _memory_start(self) -> tuple[float, float]:
+        """Temperature and log weight of the memory with the least loss on the text to train on."""
+        head = self.plain.lm_head
+        natural = math.sqrt(head.hidden)
+        if self.config.as_published:
+            return natural, 0.0
+        ids = self.training_ids[:CALIBRATED]
+        states = self.upper.states(ids, self.training[:CALIBRATED])[:, :-1]
+        context, targets = ids[:, :-1], ids[:, 1:]
+        score, normaliser = linear_logprob(
+            states.flatten(0, 1),
+            head.decoder.weight,
+            targets.flatten(),
+            bias=head.decoder.bias,
+            pointwise=head.pointwise,
+        )
+        score, normaliser = score.view(targets.shape), normaliser.view(targets.shape)
+        held = entry_tokens(context)
+        best = (math.inf, natural, 0.0)
+        for factor in TEMPERATURES:
+            temperature = factor * natural
+            agreeing, every = memory_logsumexp(states / temperature, states, held, targets)
+            for weight in WEIGHTS:
+                joined = torch.logaddexp(normaliser, every + weight)
+                loss = float((joined - torch.logaddexp(score, agreeing + weight)).mean())
+                best = min(best, (loss, temperature, weight))
+        return best[1], best[2]

@@ -1,0 +1,260 @@
+"""One training of `histalign`: the upper layers and what the head adds, then everything that is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fullrank.errors import FullrankError
+from fullrank.heads import Head
+from fullrank.heads.alignment import alignment_loss
+from fullrank.heads.cache import CacheHead
+from fullrank.hf import checkpoints
+from fullrank.studies import template_task
+from fullrank.studies.histalign_setting import RANKED, RATES, UNTRAINED, Study
+from fullrank.studies.template_task import Batch
+from fullrank.theory import least_rank
+
+WARM_UP = 0.1
+"""Share of the steps."""
+JUDGED_PROMPTS = 64
+"""At once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """One training's end."""
+
+    losses: Tensor
+    """[judged tokens] nats."""
+    facts: dict[str, Any]
+
+
+def one(
+    study: Study,
+    method: str,
+    seed: int,
+    prompts: Callable[[], dict[str, list[Batch]]],
+    progress: Callable[[float], None],
+) -> Found:
+    """A method and seed, from its file or from its start."""
+    file = study.directory / study.of[:16] / f"{method}-seed{seed}.safetensors"
+    of = f"{study.of} {file.name}"
+    kept = checkpoints.read(file, of)
+    facts = checkpoints.finished(kept)
+    if kept is not None and facts is not None:
+        progress(1.0)
+        return Found(losses=kept[0]["losses"], facts=facts)
+    splits = prompts()
+    begun = time.process_time()
+    head = study.head(method, seed)
+    last, steps = None, 0
+    study.restore()
+    try:
+        if method not in UNTRAINED:
+            last, steps = _train(
+                study, head, method, seed, splits["train"], lambda share: progress(0.8 * share)
+            )
+        facts = _judge(study, head, splits, lambda share: progress(0.8 + 0.2 * share))
+        losses = _losses(study, head)
+    finally:
+        study.restore()
+    facts |= {
+        "added": sum(
+            value.numel() for name, value in head.named_parameters() if not name.startswith("decoder.")
+        ),
+        "last_loss": last,
+        "steps": steps,
+        "memory_weight": float(head.memory_weight.detach()) if isinstance(head, CacheHead) else None,
+        "seconds": time.process_time() - begun,
+    }
+    checkpoints.finish(file, of, losses, facts)
+    progress(1.0)
+    return Found(losses=losses, facts=facts)
+
+
+def _train(
+    study: Study,
+    head: Head,
+    method: str,
+    seed: int,
+    train: Sequence[Batch],
+    progress: Callable[[float], None],
+) -> tuple[float, int]:
+    """Train upper layers and head: mean loss of the answers over the last epoch, and the steps."""
+    config = study.config
+    layers = study.upper.parameters()
+    own = {name: value for name, value in head.named_parameters() if not name.startswith("decoder.")}
+    weight = own.pop("memory_weight", None)
+    groups = [{"params": [*layers.values(), *own.values()], "lr": RATES["layers and head"]}]
+    if weight is not None and not config.as_published:
+        groups.append({"params": [weight], "lr": RATES["memory weight"]})
+    trained = [parameter for group in groups for parameter in cast(list[nn.Parameter], group["params"])]
+    head.decoder.requires_grad_(False)
+    optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
+    peaks = [group["lr"] for group in optimiser.param_groups]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    steps = [list(_order(train, config.batch, seed, epoch)) for epoch in range(config.epochs)]
+    total, step, sums, answered = sum(map(len, steps)), 0, 0.0, 0
+    draw = torch.Generator().manual_seed(seed)
+    windows = _cycle(len(study.training_ids), seed)
+    try:
+        for batches in steps:
+            sums, answered = 0.0, 0
+            for batch in batches:
+                share = min(1.0, (step + 1) / max(1.0, WARM_UP * total)) * (1 - step / total)
+                for group, peak in zip(optimiser.param_groups, peaks, strict=True):
+                    group["lr"] = peak * share
+                which = torch.randint(2, (len(batch),), generator=draw)
+                answers = batch.pieces[torch.arange(len(batch)), which, 0]
+                targets = torch.full_like(batch.ids, -100)
+                targets[:, -1] = answers
+                loss, likelihood = _loss(study, head, method, batch.ids, batch.recorded, targets)
+                # A batch may be short, for want of prompts of its length: every prompt counts alike.
+                loss = loss * (len(batch) / config.batch)
+                if not config.as_published:
+                    place = next(windows)
+                    ids, recorded = study.training_ids[place], study.training[place]
+                    targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+                    loss = loss + _loss(study, head, method, ids, recorded, targets)[0]
+                optimiser.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(trained, 1.0)
+                optimiser.step()
+                step += 1
+                sums, answered = sums + likelihood * len(batch), answered + len(batch)
+                progress(step / total)
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+    found = sums / answered
+    if not math.isfinite(found):
+        raise FullrankError(f"training {method} with seed {seed} diverged: choose fewer --layers")
+    return found, total
+
+
+def _loss(
+    study: Study, head: Head, method: str, ids: Tensor, recorded: Tensor, targets: Tensor
+) -> tuple[Tensor, float]:
+    """What is trained on, and its likelihood part."""
+    states = study.upper.states(ids, recorded)
+    if isinstance(head, CacheHead):
+        likelihood = cast(Tensor, head(states, targets, context=ids))
+    else:
+        counted = targets >= 0
+        likelihood = cast(Tensor, head(states[counted], targets[counted]))
+    loss = likelihood
+    if method in RANKED:
+        config = study.config
+        ranked = alignment_loss(
+            cast(CacheHead, head),
+            states,
+            targets,
+            context=ids,
+            margin=config.margin,
+            pairs=RANKED[method],
+        )
+        loss = loss + config.align * ranked
+    return loss, float(likelihood.detach())
+
+
+def _order(batches: Sequence[Batch], size: int, seed: int, epoch: int) -> Iterator[Batch]:
+    """The prompts of an epoch in batches of one length, in a drawn order."""
+    generator = torch.Generator().manual_seed(1000 * seed + epoch)
+    parts = []
+    for batch in batches:
+        order = torch.randperm(len(batch), generator=generator)
+        parts += [batch.some(part) for part in order.split(size)]
+    for place in torch.randperm(len(parts), generator=generator).tolist():
+        yield parts[place]
+
+
+def _cycle(count: int, seed: int) -> Iterator[slice]:
+    """Windows of text in a drawn order, over and over."""
+    generator = torch.Generator().manual_seed(seed)
+    while count:
+        for place in torch.randperm(count, generator=generator).tolist():
+            yield slice(place, place + 1)
+
+
+@torch.no_grad()
+def _judge(
+    study: Study, head: Head, splits: Mapping[str, Sequence[Batch]], progress: Callable[[float], None]
+) -> dict[str, Any]:
+    head.eval()
+    facts: dict[str, Any] = {}
+    for place, (name, batches) in enumerate(splits.items()):
+        full, memory = [], []
+        for whole in batches:
+            for batch in (whole.some(part) for part in torch.arange(len(whole)).split(JUDGED_PROMPTS)):
+                states = study.upper.states(batch.ids, batch.recorded)
+                log_probs = answer_log_probs(head, states, batch.ids)
+                full.append(template_task.ranks(log_probs, batch.pieces))
+                alone = template_task.memory_log_probs(states, batch.ids, head.vocab, study.temperature)
+                memory.append(template_task.ranks(alone, batch.pieces))
+        facts[name] = {
+            "prompts": sum(map(len, batches)),
+            "full": template_task.accuracy(torch.cat(full)),
+            "memory": template_task.accuracy(torch.cat(memory)),
+        }
+        progress((place + 1) / (len(splits) + 1))
+    facts["rank"] = _rank(study, head, splits["no overlap"])
+    return facts
+
+
+def answer_log_probs(head: Head, states: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities [n, V] at the last of states [n, time, H]; what came before is memory only."""
+    if not isinstance(head, CacheHead):
+        return cast(Tensor, head(states[:, -1]))
+    memory = head.remember(states[:, :-1], context=ids[:, :-1])
+    return cast(Tensor, head(states[:, -1:], context=ids[:, -1:], memory=memory))[:, 0]
+
+
+def _rank(study: Study, head: Head, batches: Sequence[Batch]) -> int:
+    """Least rank of the log-probabilities of prompts' positions over the prompts' tokens and others."""
+    seen = torch.cat([batch.ids.flatten() for batch in batches]).unique()
+    generator = torch.Generator().manual_seed(0)
+    others = torch.randperm(head.vocab, generator=generator)
+    columns = torch.cat([seen, others[~torch.isin(others, seen)]])[: study.config.rank_tokens]
+    rows: list[Tensor] = []
+    met: set[tuple[int, ...]] = set()
+    for whole in batches:
+        for batch in (whole.some(part) for part in torch.arange(len(whole)).split(16)):
+            # Prompts of one sentence begin alike: a context counts once.
+            fresh = [_new(met, ids) for ids in batch.ids.tolist()]
+            states = study.upper.states(batch.ids, batch.recorded)
+            log_probs = cast(Tensor, head(states, context=batch.ids))
+            rows.append(log_probs[torch.tensor(fresh)][:, columns])
+            if sum(map(len, rows)) >= study.config.rank_contexts:
+                return least_rank(torch.cat(rows)[: study.config.rank_contexts]).rank
+    return least_rank(torch.cat(rows)).rank
+
+
+def _new(met: set[tuple[int, ...]], ids: Sequence[int]) -> list[bool]:
+    """Which beginnings of a prompt were not met before; they are from now on."""
+    found = []
+    for stop in range(1, len(ids) + 1):
+        found.append(tuple(ids[:stop]) not in met)
+        met.add(tuple(ids[:stop]))
+    return found
+
+
+@torch.no_grad()
+def _losses(study: Study, head: Head) -> Tensor:
+    """[judged tokens] nats, ordinary text first, then that with names."""
+    head.eval()
+    found = []
+    for text in study.judged:
+        for part in torch.arange(len(text.ids)).split(4):
+            ids = text.ids[part]
+            states = study.upper.states(ids, text.recorded[part])[:, :-1]
+            loss = head(states, ids[:, 1:], context=ids[:, :-1], reduction="none")
+            found.append(cast(Tensor, loss).flatten())
+    return torch.cat(found)

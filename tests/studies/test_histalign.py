@@ -1,0 +1,170 @@
+"""The study on a tiny model: the record's figures, what is trained, and that a stopped study goes on."""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullrank import report, results
+from fullrank.diagnose import loading
+from fullrank.errors import FullrankError
+from fullrank.results import Templates
+from fullrank.studies import histalign, histalign_training
+from fullrank.studies.histalign_setting import METHODS, Config, Study
+
+SMALL = Config(
+    seeds=(0,), layers=1, train=12, held_out=6, epochs=1, batch=8, text_tokens=32, judged_tokens=256,
+    window=64, stories=2, components=2, rank_contexts=96, rank_tokens=128,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loaded(word_model: Path) -> loading.Loaded:
+    return loading.load(word_model)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(scope="module")
+def record(loaded: loading.Loaded, kept: Path) -> Templates:
+    return histalign.run(loaded, [], SMALL, directory=kept)
+
+
+def test_the_record_is_whole(record: Templates, tmp_path: Path) -> None:
+    assert [one.method for one in record.methods] == list(METHODS)
+    for method in record.methods:
+        assert {(one.split, one.scores) for one in method.accuracies} == {
+            (split, scores)
+            for split in ("train", "one overlap", "no overlap")
+            for scores in ("full", "memory")
+        }
+        for one in method.accuracies:
+            assert one.prompts == (12 if one.split == "train" else 6)
+            shares = [one.top[k] for k in ("2", "5", "10", "25")]
+            assert shares == sorted(shares)
+            if one.scores == "memory":
+                # Both answers stand in the prompt, which has fewer than 25 distinct tokens.
+                assert one.top["25"] == (1.0,)
+        assert sum(one.count for one in method.losses[1:]) > 2 * 100
+        assert all(one.count > 0 for one in method.losses)
+    made = results.provenance(seed=None, device="cpu")
+    results.save(record, tmp_path / "results.json", made)
+    assert results.load(tmp_path / "results.json")[0] == record
+    page = report.render(record, made)
+    for word in ("HistAlign", "TRIME", "no overlap", "names, repeated"):
+        assert word in page
+
+
+def test_only_base_is_untouched(record: Templates) -> None:
+    base, cache, *others = record.methods
+    assert base.last_loss == cache.last_loss == ()
+    assert cache.memory_weight == (record.memory_start,)
+    for one in base.losses:
+        assert one.change.value == 0.0
+    for method in others:
+        assert all(loss.change.value != 0.0 for loss in method.losses)
+        assert len(method.last_loss) == 1
+    added = {one.method: one.added for one in record.methods}
+    assert added["base"] == added["softmax"] == 0
+    assert added["cache"] == added["trime"] == added["histalign"] == 1
+    # K H D + K D + K H.
+    assert added["mos"] == 2 * 32 * 32 + 2 * 32 + 2 * 32
+
+
+def test_a_softmax_has_no_more_rank_than_its_width(record: Templates) -> None:
+    for method in record.methods:
+        if method.method in ("base", "softmax"):
+            assert max(method.least_rank) <= 32
+        if method.method in ("cache", "trime", "histalign", "histalign_sum"):
+            assert min(method.least_rank) > 32
+
+
+def test_the_model_is_left_as_it_was(loaded: loading.Loaded, record: Templates, word_model: Path) -> None:
+    fresh = loading.load(word_model).model.state_dict()
+    for name, value in loaded.model.state_dict().items():
+        assert torch.equal(value, fresh[name]), name
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+def test_what_is_done_is_not_done_again(
+    loaded: loading.Loaded, record: Templates, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("trained again")
+
+    lost = next(kept.rglob("histalign-seed0.safetensors"))
+    lost.unlink()
+    again = histalign.run(loaded, [], SMALL, directory=kept)
+    # But for the time it took, a training that begins anew ends with the same numbers.
+    assert _timeless(again) == _timeless(record)
+    monkeypatch.setattr(histalign_training, "_train", refuse)
+    assert histalign.run(loaded, [], SMALL, directory=kept) == again
+    with pytest.raises(AssertionError, match="trained again"):
+        histalign.run(loaded, [], dataclasses.replace(SMALL, epochs=2), directory=kept)
+
+
+def test_each_seed_has_its_own_prompts(loaded: loading.Loaded, kept: Path) -> None:
+    study = Study(loaded, [], SMALL, kept)
+    found = [
+        {
+            tuple(ids)
+            for batch in study.prompts(seed, lambda share: None)["no overlap"]
+            for ids in batch.ids.tolist()
+        }
+        for seed in (0, 1, 0)
+    ]
+    assert found[0] == found[2] != found[1]
+
+
+def test_as_published_the_weight_stays(loaded: loading.Loaded, tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, as_published=True, methods=("base", "histalign"))
+    found = histalign.run(loaded, [], config, directory=tmp_path)
+    assert found.methods[1].memory_weight == (0.0,)
+    assert found.temperature == pytest.approx(32**0.5)
+
+
+def test_answers_at_one_position_are_those_of_the_whole_head(loaded: loading.Loaded, tmp_path: Path) -> None:
+    study = Study(loaded, [], SMALL, tmp_path)
+    study.prepare(lambda share: None)
+    head = study.head("trime", 0)
+    ids = study.judged_ids[:2, :12]
+    states = study.upper.states(ids, study.upper.record(ids)).detach()
+    whole = head(states, context=ids)
+    torch.testing.assert_close(histalign_training.answer_log_probs(head, states, ids), whole[:, -1])
+
+
+def test_a_memory_starts_where_it_costs_nothing(loaded: loading.Loaded, tmp_path: Path) -> None:
+    study = Study(loaded, [], SMALL, tmp_path)
+    study.prepare(lambda share: None)
+    ids, recorded = study.training_ids, study.training
+    states = study.upper.states(ids, recorded).detach()[:, :-1]
+    plain, cache = study.head("softmax", 0), study.head("trime", 0)
+    with torch.no_grad():
+        without = plain(states, ids[:, 1:])
+        beside = cache(states, ids[:, 1:], context=ids[:, :-1])
+    assert float(beside) <= float(without) + 1e-5
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(FullrankError, match="expected base"):
+        Config(methods=("trime",))
+    with pytest.raises(FullrankError, match="expected a seed"):
+        Config(seeds=())
+
+
+def test_too_little_text(loaded: loading.Loaded, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("A few words, again and again. " * 40)
+    with pytest.raises(FullrankError, match="give more --text"):
+        Study(loaded, [short], dataclasses.replace(SMALL, judged_tokens=4096), tmp_path)
+
+
+def _timeless(record: Templates) -> Templates:
+    methods = tuple(dataclasses.replace(one, seconds=()) for one in copy.copy(record.methods))
+    return dataclasses.replace(record, methods=methods)

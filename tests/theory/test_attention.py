@@ -1,0 +1,375 @@
+"""Every statement of docs/attention.md, on rows that hypothesis makes up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fullrank.errors import FullrankError
+from fullrank.theory.attention import (
+    Sets,
+    difference_quotient,
+    entropy,
+    jacobian_frobenius,
+    jacobian_norm,
+    random_ranks,
+    softmax_range,
+    top_ranks,
+)
+
+numbers = st.floats(-30, 30, allow_nan=False, width=32)
+rows = st.lists(numbers, min_size=1, max_size=24).map(lambda one: torch.tensor(one, dtype=torch.float64))
+temperatures = st.floats(0.1, 5.0)
+
+
+def softmax(scores: Tensor, temperature: float = 1.0) -> Tensor:
+    return torch.softmax(scores / temperature, -1)
+
+
+def jacobian(weights: Tensor, temperature: float = 1.0) -> Tensor:
+    return (torch.diag(weights) - torch.outer(weights, weights)) / temperature
+
+
+# Spread
+
+
+@given(rows)
+@settings(deadline=None, max_examples=20)
+def test_the_effective_number_lies_between_one_and_all(scores: Tensor) -> None:
+    count = float(entropy(softmax(scores)).exp())
+    assert 1 - 1e-9 <= count <= len(scores) * (1 + 1e-9)
+
+
+@given(rows, st.floats(1e-3, 10.0))
+@settings(deadline=None, max_examples=20)
+def test_the_entropy_is_that_of_the_shares(scores: Tensor, factor: float) -> None:
+    weights = softmax(scores)
+    assert float(entropy(factor * weights)) == pytest.approx(float(entropy(weights)), abs=1e-9)
+
+
+def test_known_spreads() -> None:
+    assert float(entropy(torch.full((7,), 1 / 7)).exp()) == pytest.approx(7, rel=1e-6)
+    assert float(entropy(torch.eye(5)[2])) == 0
+    assert float(entropy(torch.tensor([0.5, 0.0, 0.5])).exp()) == pytest.approx(2)
+    assert math.isnan(float(entropy(torch.zeros(3))))
+
+
+# The envelope
+
+
+@given(rows, temperatures)
+@settings(deadline=None, max_examples=20)
+def test_every_weight_lies_in_the_envelope_of_the_range(scores: Tensor, temperature: float) -> None:
+    weights, count = softmax(scores, temperature), len(scores)
+    width = float(scores.max() - scores.min()) / temperature
+    assert float(weights.max()) * count <= math.exp(min(width, 700)) * (1 + 1e-9)
+    assert float(weights.min()) * count >= math.exp(-width) * (1 - 1e-9)
+    # The sharp ends lie within, and hold too.
+    low, high = softmax_range(scores.max(), scores.min(), torch.tensor(count), temperature)
+    assert float(high) * count <= math.exp(min(width, 700)) * (1 + 1e-9)
+    assert float(low) * count >= math.exp(-width) * (1 - 1e-9)
+    assert float(low) * (1 - 1e-9) <= float(weights.min())
+    assert float(weights.max()) <= float(high) * (1 + 1e-9)
+
+
+@given(st.integers(2, 30), st.floats(0, 20), st.booleans())
+@settings(deadline=None, max_examples=20)
+def test_the_sharp_ends_are_reached(count: int, width: float, lowest: bool) -> None:
+    scores = torch.full((count,), width if lowest else 0.0, dtype=torch.float64)
+    scores[0] = 0.0 if lowest else width
+    ends = softmax_range(torch.tensor(width), torch.tensor(0.0), torch.tensor(count))
+    weights = softmax(scores)
+    assert float(ends[0 if lowest else 1]) == pytest.approx(float(weights[0]), rel=1e-6)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 8), st.integers(1, 20), temperatures)
+@settings(deadline=None, max_examples=20)
+def test_the_range_is_at_most_twice_the_norms(seed: int, width: int, count: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(width, generator=generator, dtype=torch.float64)
+    keys = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    scores = keys @ query
+    norms = float(query.norm() * keys.norm(dim=-1).max())
+    spread = float(scores.max() - scores.min())
+    assert spread <= 2 * norms * (1 + 1e-12)
+    # And so the effective number is at least n exp(-2 D / T).
+    effective = float(entropy(softmax(scores, temperature)).exp())
+    assert effective >= count * math.exp(-spread / temperature) * (1 - 1e-9)
+
+
+# Sensitivity
+
+
+@given(rows, temperatures)
+@settings(deadline=None, max_examples=20)
+def test_the_norm_is_the_largest_eigenvalue(scores: Tensor, temperature: float) -> None:
+    weights = softmax(scores, temperature)
+    exact = float(torch.linalg.eigvalsh(jacobian(weights, temperature))[-1])
+    assert float(jacobian_norm(weights, temperature)) == pytest.approx(exact, abs=1e-13 / temperature)
+
+
+@given(rows, st.floats(0.0, 1.0))
+@settings(deadline=None, max_examples=20)
+def test_the_norm_of_weights_beside_a_sink(scores: Tensor, left: float) -> None:
+    weights = left * softmax(scores)
+    exact = float(torch.linalg.eigvalsh(jacobian(weights))[-1])
+    assert float(jacobian_norm(weights)) == pytest.approx(exact, abs=1e-13)
+
+
+@given(rows, temperatures)
+@settings(deadline=None, max_examples=20)
+def test_the_norm_is_at_most_half_over_the_temperature(scores: Tensor, temperature: float) -> None:
+    assert float(jacobian_norm(softmax(scores, temperature), temperature)) <= 0.5 / temperature + 1e-12
+
+
+@pytest.mark.parametrize("temperature", [0.05, 1.0, 3.0])
+@pytest.mark.parametrize("others", [0, 1, 40])
+def test_a_two_way_tie_has_the_largest_norm(temperature: float, others: int) -> None:
+    weights = torch.zeros(2 + others, dtype=torch.float64)
+    weights[:2] = 0.5
+    assert float(jacobian_norm(weights, temperature)) == pytest.approx(0.5 / temperature, rel=1e-12)
+    # The published 1 / (4 T) is the largest entry of the same matrix.
+    assert float(jacobian(weights, temperature).abs().max()) == pytest.approx(0.25 / temperature)
+
+
+def test_norms_of_uniform_and_of_one_hot_weights() -> None:
+    for count in (2, 3, 17, 500):
+        assert float(jacobian_norm(torch.full((count,), 1 / count, dtype=torch.float64))) == pytest.approx(
+            1 / count, abs=1e-15
+        )
+        assert float(jacobian_norm(torch.eye(count)[0])) == pytest.approx(0, abs=1e-15)
+    assert float(jacobian_norm(torch.ones(1))) == pytest.approx(0, abs=1e-15)
+
+
+@given(rows, temperatures, st.integers(0, 2**31), st.floats(1e-5, 2.0))
+@settings(deadline=None, max_examples=20)
+def test_the_estimator_never_exceeds_the_bound(
+    scores: Tensor, temperature: float, seed: int, step: float
+) -> None:
+    draw = torch.randn(len(scores), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    direction = draw / draw.norm()
+    found = float(difference_quotient(scores, direction, temperature=temperature, step=step))
+    # Two points of the simplex are at most sqrt(2) apart, so the second bound is over the step.
+    bound = min(0.5 / temperature, math.sqrt(2) / step)
+    assert found <= bound * (1 + 1e-6) + 1e-9 / step
+
+
+def test_the_published_bound_fails_along_the_tie() -> None:
+    direction = torch.tensor([1.0, -1.0], dtype=torch.float64) / math.sqrt(2)
+    found = float(difference_quotient(torch.zeros(2), direction, temperature=1.0, step=1e-3))
+    assert found == pytest.approx(0.5, rel=1e-5)
+    assert found > 0.25
+
+
+def test_the_estimator_sees_the_frobenius_norm_over_the_root_of_the_length() -> None:
+    """Its mean square over directions is |J|_F^2 / n: far below the spectral norm of a long row."""
+    torch.manual_seed(0)
+    scores = torch.randn(400, dtype=torch.float64)
+    weights = softmax(scores)
+    draws = torch.randn(4000, 400, dtype=torch.float64)
+    directions = draws / draws.norm(dim=-1, keepdim=True)
+    found = difference_quotient(scores.expand(4000, 400), directions, step=1e-4)
+    exact = float(jacobian_frobenius(weights)) / math.sqrt(400)
+    assert float(jacobian_frobenius(weights)) == pytest.approx(float(jacobian(weights).norm()), rel=1e-12)
+    assert float(found.square().mean().sqrt()) == pytest.approx(exact, rel=0.02)
+    assert exact < float(jacobian_norm(weights)) / 2
+
+
+def test_hidden_scores_stay_hidden() -> None:
+    scores = torch.tensor([0.3, -torch.inf, 1.0])
+    direction = torch.tensor([0.6, 0.0, 0.8])
+    seen = difference_quotient(scores[[0, 2]], direction[[0, 2]])
+    assert float(difference_quotient(scores, direction)) == pytest.approx(float(seen), rel=1e-9)
+
+
+# Sets
+
+
+def drawn(seed: int, count: int, width: int, sharp: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [3, n], values [n, width] and what is visible; the last positions of each row are hidden."""
+    generator = torch.Generator().manual_seed(seed)
+    visible = torch.ones(3, count, dtype=torch.bool)
+    for row, hidden in enumerate((0, 1, 2)):
+        visible[row, count - hidden :] = False
+    scores = sharp * torch.randn(3, count, generator=generator, dtype=torch.float64)
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)
+    values = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    return weights, values, visible
+
+
+cases = {
+    "seed": st.integers(0, 2**31),
+    "count": st.integers(6, 20),
+    "width": st.integers(1, 6),
+    "sharp": st.sampled_from([0.0, 0.5, 3.0, 12.0]),
+    "size": st.integers(1, 3),
+    "top": st.booleans(),
+}
+
+
+def by_hand(weights: Tensor, values: Tensor, seen: Tensor, members: list[int]) -> dict[str, float]:
+    """The definitions, written out for one row."""
+    points = weights[:, None] * values
+    total = points[members].sum(0)
+    lengths = (total - points).norm(dim=-1)
+    outside = [place for place in range(len(weights)) if seen[place] and place not in members]
+    inner = [float(lengths[place]) for place in members]
+    outer = [float(lengths[place]) for place in outside]
+    recall = sum(one < min(outer) for one in inner) / len(members)
+    precision = len(members) / (len(members) + sum(one <= max(inner) for one in outer))
+    mass = float(weights[members].sum())
+    first = max(float((values[i] - values[j]).norm()) for i in members for j in outside)
+    second = max(float(values[i].norm()) for i in members)
+    rest = float(weights[outside].sum())
+    gaps = sum(abs(mass - float(weights[j])) for j in outside)
+    return {
+        "recall": recall,
+        "precision": precision,
+        "f": 2 * recall * precision / (recall + precision),
+        "distance": sum(outer),
+        "mass": mass,
+        "bound": first * rest + second * gaps,
+    }
+
+
+@given(**cases)
+@settings(deadline=None, max_examples=20)
+def test_sets_are_what_the_definitions_say(
+    seed: int, count: int, width: int, sharp: float, size: int, top: bool
+) -> None:
+    weights, values, visible = drawn(seed, count, width, sharp)
+    generator = torch.Generator().manual_seed(seed)
+    ranks = top_ranks(weights, visible) if top else random_ranks(visible, generator)
+    sets = Sets(weights, values, visible)
+    found, bound = sets.separation(ranks, [size, 1]), sets.bound(ranks, [size, 1])
+    for row in range(3):
+        members = ranks[row].argsort()[:size].tolist()
+        assert bool(visible[row, members].all())
+        expected = by_hand(weights[row], values, visible[row], members)
+        # Distances that are equal up to rounding may fall on either side: leave such draws out.
+        points = weights[row][:, None] * values
+        lengths = (points[members].sum(0) - points).norm(dim=-1)[visible[row]].sort().values
+        assume(bool((lengths.diff() > 1e-9).all()))
+        for name in ("recall", "precision", "f", "distance", "mass"):
+            assert float(getattr(found, name)[row, 0]) == pytest.approx(expected[name], abs=1e-7), name
+        assert float(bound[row, 0]) == pytest.approx(expected["bound"], abs=1e-6)
+
+
+@given(**cases)
+@settings(deadline=None, max_examples=20)
+def test_the_distance_never_exceeds_its_bound(
+    seed: int, count: int, width: int, sharp: float, size: int, top: bool
+) -> None:
+    weights, values, visible = drawn(seed, count, width, sharp)
+    ranks = top_ranks(weights, visible) if top else random_ranks(visible)
+    sets = Sets(weights, values, visible)
+    found, bound = sets.separation(ranks, [size]), sets.bound(ranks, [size])
+    assert bool((found.distance <= bound * (1 + 1e-9) + 1e-12).all())
+    if top:
+        # For largest weights the absolute values can be dropped.
+        seen = visible.sum(-1)
+        second = torch.tensor(
+            [float(values[ranks[row].argsort()[:size]].norm(dim=-1).max()) for row in range(3)]
+        )
+        mass = found.mass[:, 0]
+        gaps = (seen - size) * mass - (1 - mass)
+        rest = bound[:, 0] - second * gaps
+        assert bool((rest >= -1e-7).all())
+        assert bool((found.distance[:, 0] <= rest + second * gaps + 1e-7).all())
+
+
+@given(**cases)
+@settings(deadline=None, max_examples=20)
+def test_recall_and_precision_are_one_together(
+    seed: int, count: int, width: int, sharp: float, size: int, top: bool
+) -> None:
+    weights, values, visible = drawn(seed, count, width, sharp)
+    ranks = top_ranks(weights, visible) if top else random_ranks(visible)
+    found = Sets(weights, values, visible).separation(ranks, [size])
+    assert torch.equal(found.recall == 1, found.precision == 1)
+    assert bool(((found.f >= 0) & (found.f <= 1)).all())
+    assert bool((found.precision > 0).all())
+
+
+@given(**cases)
+@settings(deadline=None, max_examples=20)
+def test_a_set_of_one_is_always_apart(
+    seed: int, count: int, width: int, sharp: float, size: int, top: bool
+) -> None:
+    """So top and random agree at N = 1, and only larger sets say anything."""
+    weights, values, visible = drawn(seed, count, width, sharp)
+    ranks = top_ranks(weights, visible) if top else random_ranks(visible)
+    found = Sets(weights, values, visible).separation(ranks, [1])
+    assume(bool((weights[visible] > 1e-4).all()))
+    assert bool((found.f == 1).all())
+
+
+@given(st.integers(0, 2**31), st.floats(0.1, 10.0))
+@settings(deadline=None, max_examples=15)
+def test_turning_and_stretching_the_values_changes_no_separation(seed: int, factor: float) -> None:
+    weights, values, visible = drawn(seed, 12, 4, 2.0)
+    generator = torch.Generator().manual_seed(seed)
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64)).Q
+    ranks = top_ranks(weights, visible)
+    plain = Sets(weights, values, visible).separation(ranks, [2, 5])
+    turned = Sets(weights, factor * values @ turn, visible).separation(ranks, [2, 5])
+    torch.testing.assert_close(turned.recall, plain.recall)
+    torch.testing.assert_close(turned.precision, plain.precision)
+    torch.testing.assert_close(turned.distance, factor * plain.distance)
+
+
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_no_share_is_forced_on_a_head(size: int) -> None:
+    """The separable share of a top set can be 1 and can be 0, at any size: 80% is a figure, not a law."""
+    count = 4 * size
+    weights = torch.full((1, count), 0.25 / (count - size), dtype=torch.float64)
+    weights[0, :size] = 0.75 / size
+    visible = torch.ones(1, count, dtype=torch.bool)
+    ranks = top_ranks(weights, visible)
+    apart = Sets(weights, torch.eye(count), visible).separation(ranks, [size])
+    assert float(apart.recall) == 1.0
+    # Values that cancel within the set: its sum is where the unimportant tokens are.
+    opposed = torch.zeros(count, 2, dtype=torch.float64)
+    angles = 2 * math.pi * torch.arange(size, dtype=torch.float64) / size
+    opposed[:size] = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    assert float(Sets(weights, opposed, visible).separation(ranks, [size]).recall) == 0.0
+
+
+def test_ranks() -> None:
+    visible = torch.tensor([[True, True, False, True]])
+    assert top_ranks(torch.tensor([[0.1, 0.6, 0.9, 0.3]]), visible).tolist() == [[2, 0, 3, 1]]
+    drawn = torch.cat([random_ranks(visible, torch.Generator().manual_seed(seed)) for seed in range(400)])
+    assert bool((drawn[:, 2] == 3).all())
+    # Every visible position comes first about as often: 133 of 400, standard deviation 9.4.
+    assert all(90 < int((drawn[:, place] == 0).sum()) < 180 for place in (0, 1, 3))
+
+
+# What is refused
+
+
+def test_bad_input() -> None:
+    weights, values, visible = drawn(0, 8, 2, 1.0)
+    ranks = top_ranks(weights, visible)
+    with pytest.raises(FullrankError, match=r"sets of \[6\].*sees 6 positions"):
+        Sets(weights, values, visible).separation(ranks, [6])
+    with pytest.raises(FullrankError, match=r"sets of \[0\]"):
+        Sets(weights, values, visible).bound(ranks, [0])
+    with pytest.raises(FullrankError, match="do not fit"):
+        Sets(weights, values[:5], visible)
+    with pytest.raises(FullrankError, match="sum to more than 1"):
+        jacobian_norm(torch.tensor([0.9, 0.9]))
+    with pytest.raises(FullrankError, match="negative"):
+        jacobian_norm(torch.tensor([-0.1, 0.9]))
+    for function in (
+        lambda: jacobian_norm(torch.ones(1), 0.0),
+        lambda: difference_quotient(torch.zeros(2), torch.zeros(2), temperature=-1.0),
+        lambda: softmax_range(torch.ones(1), torch.zeros(1), torch.tensor(3), math.inf),
+        lambda: jacobian_frobenius(torch.ones(1), math.nan),
+    ):
+        with pytest.raises(FullrankError, match="temperature"):
+            function()
