@@ -274,7 +274,8 @@ def test_the_distance_never_exceeds_its_bound(
         # For largest weights the absolute values can be dropped.
         seen = visible.sum(-1)
         second = torch.tensor(
-            [float(values[ranks[row].argsort()[:size]].norm(dim=-1).max()) for row in range(3)]
+            [float(values[ranks[row].argsort()[:size]].norm(dim=-1).max()) for row in range(3)],
+            dtype=torch.float64,
         )
         mass = found.mass[:, 0]
         gaps = (seen - size) * mass - (1 - mass)
