@@ -59,6 +59,7 @@ def test_ladder_breaks_the_bottleneck() -> None:
     assert by_name["trunk", 4].kl < softmax[0].floor
 
 
+@pytest.mark.slow
 def test_ladder_repeats_with_its_seed() -> None:
     short = dataclasses.replace(SMALL, steps=3, heads=ladder.HEADS)
     first, second, other = (
