@@ -30,7 +30,7 @@ from fullrank.heads.base import States
 from fullrank.heads.cache import CacheHead
 from fullrank.heads.memory import Memory, rectangles
 from fullrank.heads.pieces import checkpointed, piece_tokens
-from fullrank.ops.dispatch import REDUCTIONS
+from fullrank.ops.arguments import REDUCTIONS
 
 MARGIN = 1e-3
 """As published."""

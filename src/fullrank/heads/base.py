@@ -33,7 +33,7 @@ from fullrank.ops import (
     mixture_nll,
     row_scores,
 )
-from fullrank.ops.dispatch import check_reduction
+from fullrank.ops.arguments import check_reduction
 
 States = Tensor | Sequence[Tensor]
 

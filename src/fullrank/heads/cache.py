@@ -40,7 +40,8 @@ from fullrank.heads.memory import Memory, Remembered, either, entry_tokens
 from fullrank.heads.pieces import CountedTokens, joined
 from fullrank.heads.store import Store, nearest
 from fullrank.ops import Pointwise, TokenStats
-from fullrank.ops.dispatch import check_reduction, linear_nll
+from fullrank.ops.arguments import check_reduction
+from fullrank.ops.dispatch import linear_nll
 from fullrank.ops.memory import View, masked_logsumexp, memory_logsumexp
 
 

@@ -112,6 +112,35 @@ def _reduced(
     return counted.spoil(loss), counted.spoil(factor)
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, first: int) -> None:
+    """What the backward pass of a loss needs: the factor, and the gradients from output `first` on."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*inputs[:MIXTURE_TENSORS], output[first - 1])
+    ctx.options = inputs[MIXTURE_TENSORS:]
+    # Not saved through autograd: the first backward pass takes these buffers out and gives them away.
+    ctx.gradients = list(output[first:])
+
+
+def _scaled(
+    ctx: Any, upstream: Optional, operator: Any, *, first: int, places: tuple[int, ...]
+) -> tuple[Optional, ...]:
+    """The finished gradients times the upstream one, at the places of their inputs."""
+    _refuse_second_derivative()
+    found: list[Optional] = [None] * (MIXTURE_TENSORS + len(ctx.options))
+    if upstream is None:
+        return tuple(found)
+    *inputs, factor = ctx.saved_tensors
+    gradients, ctx.gradients = ctx.gradients, None
+    if gradients is None:
+        with torch.no_grad():
+            gradients = list(operator(*inputs, *ctx.options)[first:])
+    scale = upstream * factor
+    for place, gradient in zip(places, gradients, strict=True):
+        found[place] = _scale(gradient, inputs[place], scale)
+    return tuple(found)
+
+
 @torch.library.custom_op("fullrank::mixture", mutates_args=())
 def mixture(
     rows: Tensor,
@@ -171,30 +200,11 @@ def _(rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, *rest: A
 
 
 def _mixture_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*inputs[:MIXTURE_TENSORS], output[4])
-    ctx.options = inputs[MIXTURE_TENSORS:]
-    # Not saved through autograd: the first backward pass takes these buffers out and gives them away.
-    ctx.gradients = list(output[5:])
+    _keep(ctx, inputs, output, first=5)
 
 
 def _mixture_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optional, ...]:
-    _refuse_second_derivative()
-    *inputs, factor = ctx.saved_tensors
-    rows, log_prior, weight, _targets, bias, _token_weight, slopes = inputs
-    nothing = [None] * len(ctx.options)
-    if upstream is None:
-        return (*[None] * MIXTURE_TENSORS, *nothing)
-    gradients, ctx.gradients = ctx.gradients, None
-    if gradients is None:
-        with torch.no_grad():
-            gradients = list(mixture(*inputs, *ctx.options)[5:])
-    scale = upstream * factor
-    tensors = [rows, log_prior, weight, bias, slopes]
-    scaled = [_scale(each, tensor, scale) for each, tensor in zip(gradients, tensors, strict=True)]
-    d_rows, d_prior, d_weight, d_bias, d_slopes = scaled
-    return (d_rows, d_prior, d_weight, None, d_bias, None, d_slopes, *nothing)
+    return _scaled(ctx, upstream, mixture, first=5, places=(0, 1, 2, 4, 6))
 
 
 mixture.register_autograd(_mixture_backward, setup_context=_mixture_setup)
@@ -248,29 +258,11 @@ def _(trunk: Tensor, private: Tensor, log_prior: Tensor, weight: Tensor, *rest: 
 
 
 def _trunk_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*inputs[:MIXTURE_TENSORS], output[2])
-    ctx.options = inputs[MIXTURE_TENSORS:]
-    ctx.gradients = list(output[3:])
+    _keep(ctx, inputs, output, first=3)
 
 
 def _trunk_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optional, ...]:
-    _refuse_second_derivative()
-    *inputs, factor = ctx.saved_tensors
-    trunk, private, log_prior, weight, _targets, bias, _token_weight = inputs
-    nothing = [None] * len(ctx.options)
-    if upstream is None:
-        return (*[None] * MIXTURE_TENSORS, *nothing)
-    gradients, ctx.gradients = ctx.gradients, None
-    if gradients is None:
-        with torch.no_grad():
-            gradients = list(trunk_mixture(*inputs, *ctx.options)[3:])
-    scale = upstream * factor
-    tensors = [trunk, private, log_prior, weight, bias]
-    scaled = [_scale(each, tensor, scale) for each, tensor in zip(gradients, tensors, strict=True)]
-    d_trunk, d_private, d_prior, d_weight, d_bias = scaled
-    return (d_trunk, d_private, d_prior, d_weight, None, d_bias, None, *nothing)
+    return _scaled(ctx, upstream, trunk_mixture, first=3, places=(0, 1, 2, 3, 5))
 
 
 trunk_mixture.register_autograd(_trunk_backward, setup_context=_trunk_setup)

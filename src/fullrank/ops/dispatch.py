@@ -18,13 +18,19 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.ops import autograd, reference
+from fullrank.ops.arguments import (
+    check_mixture,
+    check_reduction,
+    check_shapes,
+    needs_of,
+    product_dtype,
+    shape_of,
+)
 from fullrank.ops.gradients import Needs
-from fullrank.ops.plan import default_workspace
 from fullrank.ops.pointwise import IDENTITY, Pointwise
 from fullrank.ops.trunk import trunk_serves
 
 IMPLEMENTATIONS = ("auto", "triton", "chunked", "reference")
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class TokenStats(NamedTuple):
@@ -53,18 +59,16 @@ def linear_logprob(
     rows [R, D], weight [V, D], targets [R], bias [V] -> ([R], [R]). Four products for forward and backward,
     two with everything but the rows frozen. `workspace` bounds the extra memory in bytes.
     """
-    if rows.ndim != 2:
-        raise FullrankError(f"rows have shape {_shape(rows)}, expected [R, D]: flatten what leads the width")
-    _check_shapes(rows, weight, targets, bias)
-    product = _product_dtype(rows, weight)
+    check_rows(rows, weight, targets, bias)
+    product = product_dtype(rows, weight)
     rows = rows.to(product)
-    _check_implementation(impl)
+    check_implementation(impl)
     if impl == "reference":
         autograd.check_targets(targets, weight.shape[0], None)
         return reference.linear_logprob(rows, weight.to(product), targets, bias=bias, pointwise=pointwise)
     target, lse, *_ = autograd.rows_statistics(
         rows, weight, targets.long(), bias, pointwise.trained, pointwise.kind, pointwise.constant, None,
-        _needs(rows, None, weight, bias, pointwise), workspace, impl,
+        needs_of(rows, None, weight, bias, pointwise), workspace, impl,
     )  # fmt: skip
     return target, lse
 
@@ -84,14 +88,12 @@ def linear_nll(
     if impl == "reference":
         target, lse = linear_logprob(rows, weight, targets, bias=bias, pointwise=pointwise, impl=impl)
         return lse - target, lse
-    if rows.ndim != 2:
-        raise FullrankError(f"rows have shape {_shape(rows)}, expected [R, D]: flatten what leads the width")
-    _check_shapes(rows, weight, targets, bias)
-    _check_implementation(impl)
-    rows = rows.to(_product_dtype(rows, weight))
+    check_rows(rows, weight, targets, bias)
+    check_implementation(impl)
+    rows = rows.to(product_dtype(rows, weight))
     _, lse, nll, *_ = autograd.rows_statistics(
         rows, weight, targets.long(), bias, pointwise.trained, pointwise.kind, pointwise.constant, None,
-        _needs(rows, None, weight, bias, pointwise), workspace, impl,
+        needs_of(rows, None, weight, bias, pointwise), workspace, impl,
     )  # fmt: skip
     return nll, lse
 
@@ -170,17 +172,17 @@ def mixture_nll(
     CUDA graph, and for a chunk of tokens that keeps most of its rows. `posterior_shares` tells which rows are
     above a bound.
     """
-    _check_mixture(rows, log_prior, weight, targets, bias)
+    check_mixture(rows, log_prior, weight, targets, bias)
     check_reduction(targets, reduction, token_weight)
     if not 0.0 <= row_skip < 1.0:
         raise FullrankError(
             f"row_skip={row_skip!r} is no bound on a posterior share: expected 0 <= row_skip < 1; "
             "pass 0 to skip nothing"
         )
-    product = _product_dtype(rows, weight)
+    product = product_dtype(rows, weight)
     rows = rows.to(product)
-    _check_implementation(impl)
-    needs = _needs(rows, log_prior, weight, bias, pointwise)
+    check_implementation(impl)
+    needs = needs_of(rows, log_prior, weight, bias, pointwise)
     function = (pointwise.trained, pointwise.kind, pointwise.constant)
 
     def evaluate(mean: bool, stats: bool, needs: Needs) -> tuple[Tensor, TokenStats]:
@@ -246,17 +248,17 @@ def trunk_nll(
     """
     if trunk.ndim != 2 or private.ndim != 3 or private.shape[:1] != trunk.shape[:1]:
         raise FullrankError(
-            f"trunk has shape {_shape(trunk)} and private {_shape(private)}, "
+            f"trunk has shape {shape_of(trunk)} and private {shape_of(private)}, "
             "expected [N, D - r] and [N, K, r]"
         )
     width = trunk.shape[1] + private.shape[2]
     # A row of the right shape without its memory: the checks ask for no more.
-    _check_mixture(private[:, :, :1].expand(-1, -1, width), log_prior, weight, targets, bias)
+    check_mixture(private[:, :, :1].expand(-1, -1, width), log_prior, weight, targets, bias)
     check_reduction(targets, reduction, token_weight)
-    _check_implementation(impl)
-    needs = _needs(trunk, log_prior, weight, bias, IDENTITY)
+    check_implementation(impl)
+    needs = needs_of(trunk, log_prior, weight, bias, IDENTITY)
     needs = needs._replace(rows=needs.rows or (private.requires_grad and torch.is_grad_enabled()))
-    product = _product_dtype(trunk, weight)
+    product = product_dtype(trunk, weight)
     unserved = impl == "auto" and not trunk_serves(trunk.device, product, private.shape[2])
     if impl == "reference" or unserved or (reduction == "none" and any(needs)) or trunk.shape[1] == 0:
         rows = torch.cat([trunk[:, None].expand(-1, private.shape[1], -1), private], dim=2)
@@ -275,227 +277,14 @@ def trunk_nll(
     return nll
 
 
-def mixture_log_probs(
-    rows: Tensor,
-    log_prior: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    pointwise: Pointwise = IDENTITY,
-    workspace: int | None = None,
-) -> Tensor:
-    """Normalised log-probabilities [N, V] of the mixture: rows [N, K, D], log_prior [N, K].
-
-    With gradients this is the definition, N x K x V numbers. Without, it goes through the tokens in pieces
-    that fit the workspace beside the result; the smallest piece is one component of one token.
-    """
-    _check_mixture(rows, log_prior, weight, None, bias)
-    product = _product_dtype(rows, weight)
-    rows = rows.to(product)
-    weight = weight.to(product)
-    if any(_needs(rows, log_prior, weight, bias, pointwise)):
-        return reference.mixture_log_probs(rows, log_prior, weight, bias=bias, pointwise=pointwise)
-    (N, K, _), V = rows.shape, weight.shape[0]
-    if _mixing_serves(rows, pointwise):
-        size = max(1, _workspace(workspace, rows.device) // (K * V * rows.itemsize))
-        pieces = zip(rows.split(size), log_prior.split(size), strict=True)
-        mixed = [_mix(part, prior, weight, bias, pointwise, best=False)[0] for part, prior in pieces]
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-    out = rows.new_full((N, V), -torch.inf, dtype=reference.compute_dtype(product))
-    # The definition holds about eight copies of its scores at once.
-    fitting = max(1, _workspace(workspace, rows.device) // (8 * out.itemsize * V))
-    components = min(K, fitting)
-    step = fitting // components
-    for start in range(0, N, step):
-        tokens = slice(start, start + step)
-        for first in range(0, K, components):
-            some = (tokens, slice(first, first + components))
-            part = reference.mixture_log_probs(
-                rows[some], log_prior[some], weight, bias=bias, pointwise=pointwise
-            )
-            out[tokens] = torch.logaddexp(out[tokens], part)
-    return out
+def check_rows(rows: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    if rows.ndim != 2:
+        raise FullrankError(
+            f"rows have shape {shape_of(rows)}, expected [R, D]: flatten what leads the width"
+        )
+    check_shapes(rows, weight, targets, bias)
 
 
-def row_scores(
-    rows: Tensor, weight: Tensor, bias: Tensor | None = None, pointwise: Pointwise = IDENTITY
-) -> Tensor:
-    """f(W row + b) [R, V] of rows [R, D], before any normaliser; masked entries are -inf."""
-    _check_shapes(rows, weight, None, bias)
-    product = _product_dtype(rows, weight)
-    return reference.bent_scores(rows.to(product), weight.to(product), bias, pointwise)
-
-
-@torch.no_grad()
-def mixture_argmax(
-    rows: Tensor,
-    log_prior: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    pointwise: Pointwise = IDENTITY,
-    workspace: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The largest log-probability [N] of the mixture and its entry [N]; on CUDA without a table of N x V."""
-    _check_mixture(rows, log_prior, weight, None, bias)
-    product = _product_dtype(rows, weight)
-    rows, weight = rows.to(product), weight.to(product)
-    (_, K, _), V = rows.shape, weight.shape[0]
-    each = K * V * (rows.itemsize if _mixing_serves(rows, pointwise) else 8 * 4)
-    size = max(1, _workspace(workspace, rows.device) // each)
-    found = []
-    for part, prior in zip(rows.split(size), log_prior.split(size), strict=True):
-        if _mixing_serves(rows, pointwise):
-            found.append(_mix(part, prior, weight, bias, pointwise, best=True))
-        else:
-            best = mixture_log_probs(part, prior, weight, bias=bias, pointwise=pointwise).max(1)
-            found.append((best.values, best.indices))
-    values, entries = (torch.cat(column) for column in zip(*found, strict=True))
-    return values, entries
-
-
-def _mixing_serves(rows: Tensor, pointwise: Pointwise) -> bool:
-    if not rows.is_cuda or rows.dtype == torch.float64 or rows.shape[0] == 0:
-        return False
-    from fullrank.ops import triton
-
-    return triton.obstacle(rows.device, rows.dtype, pointwise) is None
-
-
-def _mix(
-    rows: Tensor,
-    log_prior: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pointwise: Pointwise,
-    *,
-    best: bool,
-) -> tuple[Tensor, Tensor]:
-    from fullrank.ops import mixing_kernels
-
-    # Autocast reaches in here, and the dtype is decided.
-    with torch.autocast(rows.device.type, enabled=False):
-        scores = torch.mm(rows.flatten(0, 1), weight.t())
-    shift = None if bias is None else bias.float()
-    return mixing_kernels.mix_scores(scores, log_prior.float(), shift, pointwise, best=best)
-
-
-def check_reduction(targets: Tensor, reduction: str, token_weight: Tensor | None) -> None:
-    """Raise for a reduction or for token weights that no loss here can take."""
-    if reduction not in REDUCTIONS:
-        raise FullrankError(f"reduction={reduction!r} is unknown: expected one of {', '.join(REDUCTIONS)}")
-    if token_weight is not None:
-        if token_weight.shape != targets.shape:
-            raise FullrankError(
-                f"token_weight has shape {_shape(token_weight)}, expected that of targets, {_shape(targets)}"
-            )
-        if token_weight.requires_grad and torch.is_grad_enabled():
-            raise FullrankError(
-                "token_weight requires a gradient, which the loss does not give: "
-                "pass token_weight.detach(), or weigh the result of reduction='none'"
-            )
-
-
-def _check_implementation(impl: str) -> None:
+def check_implementation(impl: str) -> None:
     if impl not in IMPLEMENTATIONS:
         raise FullrankError(f"impl={impl!r} is unknown: expected one of {', '.join(IMPLEMENTATIONS)}")
-
-
-def _workspace(workspace: int | None, device: torch.device) -> int:
-    return default_workspace(device) if workspace is None else workspace
-
-
-def _needs(
-    rows: Tensor, log_prior: Tensor | None, weight: Tensor, bias: Tensor | None, pointwise: Pointwise
-) -> Needs:
-    if not torch.is_grad_enabled():
-        return Needs()
-    tensors = (rows, log_prior, weight, bias, pointwise.trained)
-    return Needs(*(tensor is not None and tensor.requires_grad for tensor in tensors))
-
-
-def _product_dtype(rows: Tensor, weight: Tensor) -> torch.dtype:
-    kind = rows.device.type
-    # Asked by name: torch 2.11 cannot trace its own question whether a device has autocast.
-    autocast = kind in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(kind)
-    if autocast and rows.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    if rows.dtype != weight.dtype:
-        raise FullrankError(
-            f"rows are {rows.dtype} and weight is {weight.dtype}, expected one dtype: "
-            "cast one of them, or run under torch.autocast"
-        )
-    return rows.dtype
-
-
-def _shape(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
-
-
-def _check_mixture(
-    rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None
-) -> None:
-    if rows.ndim != 3:
-        raise FullrankError(
-            f"rows have shape {_shape(rows)}, expected [N, K, D]: for one component pass rows[:, None, :]"
-        )
-    if rows.shape[1] == 0:
-        raise FullrankError(f"rows have shape {_shape(rows)}, expected [N, K, D] with K >= 1 components")
-    _check_shapes(rows, weight, targets, bias)
-    if log_prior.shape != rows.shape[:2]:
-        raise FullrankError(
-            f"log_prior has shape {_shape(log_prior)}, expected [N, K] = {list(rows.shape[:2])} as in rows"
-        )
-    _check_float("log_prior", log_prior)
-    _check_device(rows, log_prior=log_prior)
-
-
-def _check_shapes(rows: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None) -> None:
-    if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != rows.shape[-1]:
-        raise FullrankError(
-            f"weight has shape {_shape(weight)}, expected [V, D] with V >= 1 and D={rows.shape[-1]} as in "
-            f"rows {_shape(rows)}: transpose it or project the rows"
-        )
-    _check_float("rows", rows)
-    _check_float("weight", weight)
-    _check_device(rows, weight=weight)
-    if targets is not None:
-        if targets.shape != rows.shape[:1]:
-            raise FullrankError(
-                f"targets have shape {_shape(targets)}, expected {list(rows.shape[:1])} as in "
-                f"rows {_shape(rows)}: flatten both alike"
-            )
-        if targets.dtype not in (torch.int32, torch.int64):
-            raise FullrankError(f"targets are {targets.dtype}, expected int64 or int32 token ids")
-        _check_device(rows, targets=targets)
-    if bias is not None:
-        if bias.shape != weight.shape[:1]:
-            raise FullrankError(
-                f"bias has shape {_shape(bias)}, expected [V] = [{weight.shape[0]}] as weight"
-            )
-        _check_float("bias", bias)
-        _check_device(rows, bias=bias)
-
-
-def _check_float(name: str, tensor: Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise FullrankError(f"{name} has dtype {tensor.dtype}, expected a floating-point one: use .float()")
-
-
-def _check_device(rows: Tensor, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.device != rows.device:
-            raise FullrankError(
-                f"{name} is on {tensor.device} and rows are on {rows.device}: move one with .to(device)"
-            )
-
-
-__all__ = [
-    "TokenStats",
-    "linear_logprob",
-    "mixture_argmax",
-    "mixture_log_probs",
-    "mixture_nll",
-    "row_scores",
-    "trunk_nll",
-]

@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullrank.ops import autograd, dispatch
+from fullrank.ops import autograd
+from fullrank.ops.arguments import check_mixture, product_dtype
+from fullrank.ops.dispatch import check_implementation
 from fullrank.ops.gradients import Needs
 from fullrank.ops.pointwise import IDENTITY, Pointwise
 
@@ -34,13 +36,13 @@ def posterior_shares(
 
     The shares of a token sum to 1; those of an ignored one, or of one that no component can emit, are 0.
     """
-    dispatch._check_mixture(rows, log_prior, weight, targets, bias)
-    dispatch._check_implementation(impl)
+    check_mixture(rows, log_prior, weight, targets, bias)
+    check_implementation(impl)
     if impl == "reference":
         impl = "chunked"
     # A share is minus the gradient of the summed loss in its log prior.
     found = autograd.mixture(
-        rows.to(dispatch._product_dtype(rows, weight)), log_prior, weight, targets.long(), bias, None,
+        rows.to(product_dtype(rows, weight)), log_prior, weight, targets.long(), bias, None,
         pointwise.trained, pointwise.kind, pointwise.constant, False, ignore_index, False,
         Needs(prior=True), workspace, impl,
     )  # fmt: skip

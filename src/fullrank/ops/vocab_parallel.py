@@ -36,9 +36,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from fullrank.errors import FullrankError
-from fullrank.ops import dispatch
+from fullrank.ops import log_probs as log_probs_module
+from fullrank.ops.arguments import check_mixture, check_reduction, product_dtype
 from fullrank.ops.chunked import chunks
-from fullrank.ops.dispatch import TokenStats, check_reduction
+from fullrank.ops.dispatch import TokenStats
 from fullrank.ops.gradients import Gradients, Needs, empty_gradients
 from fullrank.ops.plan import default_workspace
 from fullrank.ops.pointwise import IDENTITY, Pointwise, from_parts
@@ -181,7 +182,7 @@ def log_probs(
         else:
             # Each component's share of the probability that falls into this shard.
             inside = log_prior.to(vocabulary.wide) + local.lse - joint.lse
-            own = dispatch.mixture_log_probs(
+            own = log_probs_module.mixture_log_probs(
                 rows, inside, weight.to(rows.dtype), bias=bias, pointwise=pointwise, workspace=workspace
             )
     return gather_shards(own.t(), start=start, group=group).t().contiguous()
@@ -225,8 +226,8 @@ def _checked(
     rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """The rows in the dtype of the products."""
-    dispatch._check_mixture(rows, log_prior, weight, targets, bias)
-    return rows.to(dispatch._product_dtype(rows, weight))
+    check_mixture(rows, log_prior, weight, targets, bias)
+    return rows.to(product_dtype(rows, weight))
 
 
 def _workspace(workspace: int | None, rows: Tensor) -> int:
