@@ -1,6 +1,6 @@
 """Log-probabilities of mixtures over the whole vocabulary, and their largest: for decoding and for looking.
 
-On CUDA one product and the two kernels of `mixing_kernels.py` make them; elsewhere the definition does, a
+On CUDA one product and the kernels of `mixing_kernels.py` make them; elsewhere the definition does, a
 piece at a time.
 """
 
@@ -38,9 +38,11 @@ def mixture_log_probs(
     (N, K, _), V = rows.shape, weight.shape[0]
     if _mixing_serves(rows, pointwise):
         size = max(1, workspace_of(workspace, rows.device) // (K * V * rows.itemsize))
-        pieces = zip(rows.split(size), log_prior.split(size), strict=True)
-        mixed = [_mix(part, prior, weight, bias, pointwise, best=False)[0] for part, prior in pieces]
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        table = rows.new_empty((N, V), dtype=torch.float32)
+        pieces = zip(rows.split(size), log_prior.split(size), table.split(size), strict=True)
+        for part, prior, place in pieces:
+            _mix(part, prior, weight, bias, pointwise, out=place)
+        return table
     out = rows.new_full((N, V), -torch.inf, dtype=reference.compute_dtype(product))
     # The definition holds about eight copies of its scores at once.
     fitting = max(1, workspace_of(workspace, rows.device) // (8 * out.itemsize * V))
@@ -86,10 +88,12 @@ def mixture_argmax(
     found = []
     for part, prior in zip(rows.split(size), log_prior.split(size), strict=True):
         if _mixing_serves(rows, pointwise):
-            found.append(_mix(part, prior, weight, bias, pointwise, best=True))
+            found.append(_mix(part, prior, weight, bias, pointwise))
         else:
             best = mixture_log_probs(part, prior, weight, bias=bias, pointwise=pointwise).max(1)
             found.append((best.values, best.indices))
+    if len(found) == 1:
+        return found[0]
     values, entries = (torch.cat(column) for column in zip(*found, strict=True))
     return values, entries
 
@@ -109,15 +113,16 @@ def _mix(
     bias: Tensor | None,
     pointwise: Pointwise,
     *,
-    best: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Log-probabilities into `out` [N, V]; without it the best of each token and its entry."""
     from fullrank.ops import mixing_kernels
 
     # Autocast reaches in here, and the dtype is decided.
     with torch.autocast(rows.device.type, enabled=False):
         scores = torch.mm(rows.flatten(0, 1), weight.t())
     shift = None if bias is None else bias.float()
-    return mixing_kernels.mix_scores(scores, log_prior.float(), shift, pointwise, best=best)
+    return mixing_kernels.mix_scores(scores, log_prior.float(), shift, pointwise, best=out is None, out=out)
 
 
 def workspace_of(workspace: int | None, device: torch.device) -> int:

@@ -1,11 +1,16 @@
-"""Log-probabilities of mixtures from the scores of their rows, or the most probable entries: two kernels.
+"""Log-probabilities of mixtures from the scores of their rows, or the most probable entries: three kernels.
 
     normalisers   maximum and sum of exp f(z) of every row, in segments of V
     mixture       log p_v = logsumexp_k (log_prior_k + f(z_kv) - l_k), or its maximum over a block of entries
+    best          the maximum over the blocks of a token, and its entry
 
 The scores [N K, V] come from one product, which reads W once for all K rows of all tokens; what is made of
 them is N V numbers, or for the most probable entry N (V / block). Many programs share a row, because a
 decoding step has few: that is what these do and `triton.score_rows` does not.
+
+No term of the mixture is above a = max_k (log_prior_k + max_v f(z_kv) - l_k), so sum_k exp(term_kv - a)
+ranks the entries of a token without a logarithm for each. It is 1 or more at the entry that attains a: the
+best entry cannot underflow.
 """
 
 from __future__ import annotations
@@ -14,11 +19,17 @@ import torch
 from torch import Tensor
 
 from fullrank.ops.pointwise import Pointwise
-from fullrank.ops.triton import KINDS, jit, join, on_device, take, tl, triton
+from fullrank.ops.triton import KINDS, bend, jit, on_device, take, tl, triton
 
-GROUP, LANES = 8, 128
 SEGMENT = 4096
-BLOCK = 1024
+# Entries of a program, the larger where that still makes FILLING programs: four for each of an H200's 132
+# multiprocessors. A warp takes WARP of them, all components in one lane, so that what pads the components
+# to a power of two is known when the kernel is compiled and costs nothing.
+SMALL, LARGE = 256, 1024
+FILLING = 528
+WARP = 256
+# Components whose scores a program holds at once.
+COMPONENTS = 16
 
 
 @jit
@@ -32,24 +43,17 @@ def normalisers_kernel(  # type: ignore[no-untyped-def]
     segments,
     KIND: tl.constexpr,
     BIASED: tl.constexpr,
-    LANES: tl.constexpr,
-    GROUP: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
+    LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
     segment = tl.program_id(1)
-    line = scores + row.to(tl.int64) * V
-    within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    peaks = tl.full([LANES], float("-inf"), tl.float32)
-    sums = tl.zeros([LANES], tl.float32)
-    for start in range(0, SEGMENT, LANES * GROUP):
-        column = segment * SEGMENT + start + within
-        value, _slope = take(line, bias, column, V, V, constant, KIND, BIASED, True)
-        peaks, sums = join(value, peaks, sums, column, -1, True)
-    top = tl.max(peaks, axis=0)
+    column = segment * SEGMENT + tl.arange(0, SEGMENT)
+    value, _slope = take(scores + row.to(tl.int64) * V, bias, column, V, V, constant, KIND, BIASED, True)
+    top = tl.max(value, axis=0)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     tl.store(peaks_out + row * segments + segment, top)
-    tl.store(sums_out + row * segments + segment, tl.sum(sums * tl.exp(peaks - anchor), axis=0))
+    tl.store(sums_out + row * segments + segment, tl.sum(tl.exp2((value - anchor) * LOG2E), axis=0))
 
 
 @jit
@@ -69,67 +73,139 @@ def mixture_kernel(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr,
     BIASED: tl.constexpr,
     BEST: tl.constexpr,
+    COMPONENTS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # In base 2: Triton's exp2 is one instruction, its exp four.
+    LOG2E: tl.constexpr = 1.4426950408889634
+    LN2: tl.constexpr = 0.6931471805599453
     token = tl.program_id(0)
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     part = tl.arange(0, SEGMENTS)
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    inside = column < V
+    kept = inside
+    if BIASED:
+        # Once for all components, which `take` would not do.
+        shift = tl.load(bias + column, mask=inside, other=float("-inf"))
+        kept = shift != float("-inf")
+        shift = tl.where(kept, shift, 0.0)
+    highest = tl.full([] if BEST else [BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for k in range(K):
+    for first in range(0, K, COMPONENTS):
+        k = first + tl.arange(0, COMPONENTS)
+        present = k < K
         row = token * K + k
-        top = tl.load(peaks + row * segments + part, mask=part < segments, other=float("-inf"))
-        each = tl.load(sums + row * segments + part, mask=part < segments, other=0.0)
+        # The scores first: the normalisers need a barrier, and no load is moved across it.
+        lines = scores + row.to(tl.int64)[:, None] * V
+        score = tl.load(lines + column[None, :], mask=present[:, None] & inside[None, :], other=0.0)
+        # Components along the second axis: along the first, Triton would lay the scores out as these.
+        at = row[None, :] * segments + part[:, None]
+        known = present[None, :] & (part < segments)[:, None]
+        top = tl.load(peaks + at, mask=known, other=float("-inf"))
+        each = tl.load(sums + at, mask=known, other=0.0)
+        prior = tl.load(log_prior + row, mask=present, other=float("-inf"))
+
         over = tl.max(top, axis=0)
-        anchor = tl.where(over == float("-inf"), 0.0, over)
-        shift = tl.load(log_prior + row) - anchor - tl.log(tl.sum(each * tl.exp(top - anchor), axis=0))
-        value, _slope = take(scores + row.to(tl.int64) * V, bias, column, V, V, constant, KIND, BIASED, True)
-        # A masked entry stays at -inf: where all are masked, shift is inf.
-        joint = tl.where(value == float("-inf"), float("-inf"), value + shift)
-        higher = tl.maximum(highest, joint)
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(highest - anchor) + tl.exp(joint - anchor)
+        over = tl.where(over == float("-inf"), 0.0, over)
+        mass = tl.sum(each * tl.exp(top - over[None, :]), axis=0)
+        # The largest term of a component; one whose entries are all masked has none.
+        bound = tl.where(mass == 0.0, float("-inf"), (prior - tl.log(mass)) * LOG2E)
+
+        score = score.to(tl.float32)
+        if BIASED:
+            score += shift[None, :]
+        value, _slope = bend(score, constant, KIND)
+        below = (value - over[:, None]) * LOG2E
+        if BEST:
+            higher = tl.maximum(highest, tl.max(bound, axis=0))
+            anchor = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(below + (bound - anchor)[:, None])
+        else:
+            joint = tl.where(present[:, None], below + bound[:, None], float("-inf"))
+            higher = tl.maximum(highest, tl.max(joint, axis=0))
+            anchor = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(joint - anchor[None, :])
+        weight = tl.where(present[:, None], weight, 0.0)
+        total = total * tl.exp2(highest - anchor) + tl.sum(weight, axis=0)
         highest = higher
-    result = tl.where(highest == float("-inf"), float("-inf"), highest + tl.log(total))
+    anchor = tl.where(highest == float("-inf"), 0.0, highest)
+    # What is masked goes only here, once an entry and not once a component.
     if BEST:
-        best = tl.max(result, axis=0)
-        at = tl.min(tl.where(result == best, column, V), axis=0)
-        tl.store(out + token * blocks + block, best)
-        tl.store(where_out + token * blocks + block, at.to(tl.int64))
+        total = tl.where(kept, total, 0.0)
+        best = tl.max(total, axis=0)
+        entry = tl.min(tl.where(total == best, column, V), axis=0)
+        tl.store(out + token * blocks + block, (anchor + tl.log2(best)) * LN2)
+        tl.store(where_out + token * blocks + block, entry)
     else:
-        tl.store(out + token.to(tl.int64) * V + column, result, mask=column < V)
+        result = tl.where(kept, (anchor + tl.log2(total)) * LN2, float("-inf"))
+        tl.store(out + token.to(tl.int64) * V + column, result, mask=inside)
+
+
+@jit
+def best_kernel(values, entries, out, where_out, V, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0)
+    # The last block again, which needs no mask.
+    at = token * blocks + tl.minimum(tl.arange(0, BLOCKS), blocks - 1)
+    value = tl.load(values + at)
+    best = tl.max(value, axis=0)
+    entry = tl.min(tl.where(value == best, tl.load(entries + at), V), axis=0)
+    tl.store(out + token, best)
+    # Nothing equals NaN: the first entry then.
+    tl.store(where_out + token, tl.where(entry < V, entry, 0).to(tl.int64))
+
+
+def block_size(N: int, V: int) -> int:
+    """Entries of a program of the mixture."""
+    return LARGE if N * -(-V // LARGE) >= FILLING else SMALL
 
 
 def mix_scores(
-    scores: Tensor, log_prior: Tensor, bias: Tensor | None, pointwise: Pointwise, *, best: bool
+    scores: Tensor,
+    log_prior: Tensor,
+    bias: Tensor | None,
+    pointwise: Pointwise,
+    *,
+    best: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """scores [N K, V], log_prior [N, K] and bias [V] in fp32 -> log-probabilities [N, V] and nothing, or with
-    `best` the largest [N] and its entry [N], the first where several are."""
+    `best` the largest [N] and its entry [N], the first where several are. `out` takes the log-probabilities.
+    """
     (N, K), V = log_prior.shape, scores.shape[1]
-    segments, blocks = -(-V // SEGMENT), -(-V // BLOCK)
+    block = block_size(N, V)
+    segments, blocks = -(-V // SEGMENT), -(-V // block)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return scores.new_empty(shape, dtype=dtype)
 
     peaks, sums = empty(N * K, segments), empty(N * K, segments)
-    out = empty(N, blocks if best else V)
-    where = empty(N, blocks if best else 0, dtype=torch.int64)
-    shift = scores if bias is None else bias
+    table = empty(N, blocks if best else V) if out is None else out
+    where = empty(N, blocks if best else 0, dtype=torch.int32)
+    shift = scores if bias is None else bias.contiguous()
     common = {"KIND": KINDS[pointwise.kind], "BIASED": bias is not None}
     if N:
         with on_device(scores):
             normalisers_kernel[(N * K, segments)](
-                scores, shift, peaks, sums, pointwise.constant, V, segments,
-                LANES=LANES, GROUP=GROUP, SEGMENT=SEGMENT, num_warps=4, **common,
+                scores, shift, peaks, sums, pointwise.constant, V, segments, SEGMENT=SEGMENT, num_warps=4,
+                **common,
             )  # fmt: skip
             mixture_kernel[(N, blocks)](
-                scores, shift, peaks, sums, log_prior.contiguous(), out, where, pointwise.constant, V,
-                segments, blocks, K=K, BEST=best, SEGMENTS=triton.next_power_of_2(segments), BLOCK=BLOCK,
-                num_warps=4, **common,
+                scores, shift, peaks, sums, log_prior.contiguous(), table, where, pointwise.constant, V,
+                segments, blocks, K=K, BEST=best, COMPONENTS=min(COMPONENTS, triton.next_power_of_2(K)),
+                SEGMENTS=triton.next_power_of_2(segments), BLOCK=block, num_warps=block // WARP, **common,
             )  # fmt: skip
-    if not best:
-        return out, where
-    values, block = out.max(1, keepdim=True)
-    return values[:, 0], where.gather(1, block)[:, 0]
+    return best_of(table, where, V) if best else (table, where)
+
+
+def best_of(values: Tensor, entries: Tensor, V: int) -> tuple[Tensor, Tensor]:
+    """The largest [N] of values [N, blocks] and its entry [N], the lowest where several are."""
+    N, blocks = values.shape
+    best, where = values.new_empty(N), entries.new_empty(N, dtype=torch.int64)
+    if N:
+        with on_device(values):
+            best_kernel[(N,)](
+                values, entries, best, where, V, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1
+            )
+    return best, where
