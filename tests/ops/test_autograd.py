@@ -8,6 +8,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullrank.errors import FullrankError
 from fullrank.ops import linear_logprob, mixture_nll
@@ -249,6 +250,39 @@ def test_opcheck_rows_gradient(make_problem, kind):
     torch.library.opcheck(
         rows_gradient, (*arguments[:5], target, maximum, others, ready, nll, nll * 0.5, *arguments[5:])
     )
+
+
+def test_without_a_compiler_the_operator_is_left_out_and_gives_the_same(make_problem):
+    problem = make_problem(bias=True).leaves()
+    needs = [True, True, True, True, False]
+    with Seen() as seen:
+        through = mixture(*mixture_arguments(problem, needs=needs))
+    assert "fullrank.mixture.default" in seen.names
+    loss = problem.nll(reduction="mean", workspace=1 << 20)
+    assert "Eager" in type(loss.grad_fn).__name__
+    direct = torch.autograd.grad(loss, [problem.rows, problem.weight])
+    want = torch.autograd.grad(through[0], [problem.rows, problem.weight])
+    assert all(torch.equal(*pair) for pair in zip(direct, want, strict=True))
+
+
+def test_a_tracer_sees_one_operator(make_problem):
+    problem = make_problem()
+    with Seen() as seen:
+        problem.nll()
+    assert [name for name in seen.names if name.startswith("fullrank")] == ["fullrank.mixture.default"]
+    assert not any("mm" in name for name in seen.names)
+
+
+class Seen(TorchDispatchMode):
+    """The operators that torch dispatches inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class Head(torch.nn.Module):

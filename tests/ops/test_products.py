@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fullrank.ops import chunked
+from fullrank.ops import chunked, late
 
 N, K, D, V = 24, 3, 6, 50
 PRODUCT = 2 * N * K * D * V
@@ -46,8 +46,8 @@ def counter(monkeypatch) -> dict[str, float]:
 
         return run
 
-    for name in ("mixture_forward", "rows_backward"):
-        monkeypatch.setattr(chunked, name, counted(getattr(chunked, name)))
+    for module, name in ((chunked, "mixture_forward"), (late, "rows_backward")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
     return total
 
 

@@ -107,14 +107,12 @@ class Contexts(nn.Module):
         Nothing is shared where r is the whole width.
         """
         leading = states[0].shape[:-1]
-        owned = torch.cat(
-            [
-                difference(state).view(*leading, count, self.private)
-                for state, difference, count in zip(states, self.differences, self.counts, strict=True)
-                if count
-            ],
-            dim=-2,
-        )
+        every = [
+            difference(state).view(*leading, count, self.private)
+            for state, difference, count in zip(states, self.differences, self.counts, strict=True)
+            if count
+        ]
+        owned = every[0] if len(every) == 1 else torch.cat(every, dim=-2)
         common: Tensor | None = None
         if self.as_published:
             owned = torch.tanh(owned)

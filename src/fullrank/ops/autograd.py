@@ -13,13 +13,14 @@ backward pass over the same graph finds them gone and makes them again. Second d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fullrank.errors import FullrankError
-from fullrank.ops import chunked
+from fullrank.ops import chunked, late
 from fullrank.ops.gradients import Gradients, Needs
 from fullrank.ops.pointwise import from_parts
 from fullrank.ops.reference import compute_dtype
@@ -79,37 +80,76 @@ def _refuse_second_derivative() -> None:
         )
 
 
-def _token_weights(
-    asked: Asked, token_weight: Optional, ignore_index: int, wide: torch.dtype
-) -> tuple[Optional, Tensor]:
-    """Weights of all tokens where they are not all 1, and the largest.
+class Weights(NamedTuple):
+    """Weights of all tokens where they are not all 1: share [N] as given, `largest` of them.
 
     The gradients are made for weights of at most 1 and scaled once at the end: in fp16 a row times 1/N would
     be a subnormal number.
     """
+
+    share: Tensor
+    largest: Tensor
+
+    @property
+    def at_most_one(self) -> Tensor:
+        return self.share / self.largest
+
+
+def _weights(asked: Asked, token_weight: Optional, ignore_index: int, wide: torch.dtype) -> Weights | None:
     targets = asked.targets
-    largest = torch.ones((), dtype=wide, device=targets.device)
     if token_weight is None and not asked.captured:
-        return None, largest
+        return None
     share = torch.ones_like(targets, dtype=wide) if token_weight is None else token_weight.to(wide)
     share = torch.where(targets != ignore_index, share, 0.0)
-    largest = share.abs().amax() if share.numel() else largest
-    return share, torch.where(largest == 0, 1.0, largest)
+    largest = share.abs().amax() if share.numel() else share.new_ones(())
+    return Weights(share, torch.where(largest == 0, 1.0, largest))
 
 
-def _reduced(
-    nll: Tensor, counted: Counted, share: Optional, largest: Tensor, *, mean: bool
-) -> tuple[Tensor, Tensor]:
+def _reduced(nll: Tensor, counted: Counted, weights: Weights | None, *, mean: bool) -> tuple[Tensor, Tensor]:
     """The loss, and the factor that the gradients still lack."""
+    # Nothing counted, nothing lost: loss 0 and gradient 0, not 0/0.
+    if weights is None:
+        inverse = 1.0 / max(counted.count or 0, 1) if mean else 1.0
+        return nll.sum() * inverse, nll.new_full((), inverse)
     # A token that is given no weight counts nothing, even at an infinite loss.
-    weighted = nll if share is None else torch.where(share == 0, 0.0, nll * share)
-    loss, factor = weighted.sum(), largest
+    loss, factor = torch.where(weights.share == 0, 0.0, nll * weights.share).sum(), weights.largest.clone()
     if mean:
-        # Nothing counted, nothing lost: loss 0 and gradient 0, not 0/0.
-        mass = nll.new_full((), counted.count or 0) if share is None else share.sum()
-        inverse = torch.where(mass == 0, 0.0, 1.0 / mass)
-        loss, factor = loss * inverse, largest * inverse
+        mass = weights.share.sum()
+        scale = torch.where(mass == 0, 0.0, 1.0 / mass)
+        loss, factor = loss * scale, factor * scale
     return counted.spoil(loss), counted.spoil(factor)
+
+
+class Eager(torch.autograd.Function):
+    """An operator with its layers left out: what the dispatcher does for a compiler and for other devices
+    takes a fifth of a millisecond a call, in which a GPU has nothing to do."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, setup: Any, backward: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output: tuple[Tensor, ...] = function(*inputs)
+        setup(ctx, inputs, output)
+        ctx.backward_of = backward
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Optional) -> tuple[Optional, ...]:
+        return (None, None, None, *ctx.backward_of(ctx, *upstream))
+
+
+def _call(
+    operator: Any, function: Any, setup: Any, backward: Any, inputs: tuple[Any, ...], *, tensors: int
+) -> tuple[Tensor, ...]:
+    if _plain(*inputs[:tensors]):
+        return Eager.apply(function, setup, backward, *inputs)
+    return operator(*inputs)
+
+
+def _plain(*tensors: Optional) -> bool:
+    """Whether nobody looks on who must see an operator: no compiler, no tracer, no subclass."""
+    if torch.compiler.is_compiling():
+        return False
+    kinds = {type(tensor) for tensor in tensors if tensor is not None}
+    return kinds <= {Tensor, torch.nn.Parameter} and not is_in_torch_dispatch_mode()
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, first: int) -> None:
@@ -141,8 +181,7 @@ def _scaled(
     return tuple(found)
 
 
-@torch.library.custom_op("fullrank::mixture", mutates_args=())
-def mixture(
+def _mixture(
     rows: Tensor,
     log_prior: Tensor,
     weight: Tensor,
@@ -164,19 +203,22 @@ def mixture(
     # Inside the operator, where the values are known even under torch.compile.
     asked = Asked(targets, weight.shape[0], ignore_index)
     wide = compute_dtype(rows.dtype)
-    share, largest = _token_weights(asked, token_weight, ignore_index, wide)
+    weights = _weights(asked, token_weight, ignore_index, wide)
     out = chunked.mixture_forward(
-        rows, log_prior, weight, asked, bias, None if share is None else share / largest,
+        rows, log_prior, weight, asked, bias, None if weights is None else weights.at_most_one,
         from_parts(kind, constant, slopes),
         needs=Needs(*needs), late=False, stats=stats, workspace=workspace, impl=impl, row_skip=row_skip,
     )  # fmt: skip
     counted = asked.answer()
     nll = counted.blank(out.nll, 0.0)
-    loss, factor = _reduced(nll, counted, share, largest, mean=mean)
+    loss, factor = _reduced(nll, counted, weights, mean=mean)
     summed = _summed(out.gradients, kind, constant, slopes)
     gradients = _or_empty(nll, out.d_rows, out.d_prior, *summed)
     argmax, entropy = counted.blank(out.argmax, -1), counted.blank(out.entropy, 0.0)
-    return loss, nll, argmax, entropy, factor.clone(), *gradients  # type: ignore[return-value]
+    return loss, nll, argmax, entropy, factor, *gradients  # type: ignore[return-value]
+
+
+mixture = torch.library.custom_op("fullrank::mixture", _mixture, mutates_args=())
 
 
 @mixture.register_fake
@@ -210,8 +252,12 @@ def _mixture_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optio
 mixture.register_autograd(_mixture_backward, setup_context=_mixture_setup)
 
 
-@torch.library.custom_op("fullrank::trunk", mutates_args=())
-def trunk_mixture(
+def mixture_loss(*inputs: Any) -> tuple[Tensor, ...]:
+    """`_mixture`, differentiable."""
+    return _call(mixture, _mixture, _mixture_setup, _mixture_backward, inputs, tensors=MIXTURE_TENSORS)
+
+
+def _trunk_mixture(
     trunk: Tensor,
     private: Tensor,
     log_prior: Tensor,
@@ -227,16 +273,19 @@ def trunk_mixture(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss, nll [N], factor, then the gradients of the differentiable inputs."""
     asked = Asked(targets, weight.shape[0], ignore_index)
-    share, largest = _token_weights(asked, token_weight, ignore_index, compute_dtype(trunk.dtype))
+    weights = _weights(asked, token_weight, ignore_index, compute_dtype(trunk.dtype))
     out = trunk_forward(
-        trunk, private, log_prior, weight, asked, bias, None if share is None else share / largest,
+        trunk, private, log_prior, weight, asked, bias, None if weights is None else weights.at_most_one,
         needs=Needs(*needs), workspace=workspace, impl=impl,
     )  # fmt: skip
     counted = asked.answer()
     nll = counted.blank(out.nll, 0.0)
-    loss, factor = _reduced(nll, counted, share, largest, mean=mean)
+    loss, factor = _reduced(nll, counted, weights, mean=mean)
     gradients = _or_empty(nll, out.d_trunk, out.d_private, out.d_prior, out.d_weight, out.d_bias)
-    return loss, nll, factor.clone(), *gradients  # type: ignore[return-value]
+    return loss, nll, factor, *gradients  # type: ignore[return-value]
+
+
+trunk_mixture = torch.library.custom_op("fullrank::trunk", _trunk_mixture, mutates_args=())
 
 
 @trunk_mixture.register_fake
@@ -268,8 +317,14 @@ def _trunk_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optiona
 trunk_mixture.register_autograd(_trunk_backward, setup_context=_trunk_setup)
 
 
-@torch.library.custom_op("fullrank::rows", mutates_args=())
-def rows_statistics(
+def trunk_loss(*inputs: Any) -> tuple[Tensor, ...]:
+    """`_trunk_mixture`, differentiable."""
+    return _call(
+        trunk_mixture, _trunk_mixture, _trunk_setup, _trunk_backward, inputs, tensors=MIXTURE_TENSORS
+    )
+
+
+def _rows_statistics(
     rows: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -296,6 +351,9 @@ def rows_statistics(
     ready = rows.new_empty(0) if out.d_rows is None else out.d_rows.flatten(1)
     target, nll = counted.spoil(statistics.target), counted.spoil(counted.blank(out.nll, 0.0))
     return target, counted.spoil(statistics.lse), nll, statistics.maximum, statistics.others, ready
+
+
+rows_statistics = torch.library.custom_op("fullrank::rows", _rows_statistics, mutates_args=())
 
 
 @rows_statistics.register_fake
@@ -338,6 +396,11 @@ def _rows_backward(
 rows_statistics.register_autograd(_rows_backward, setup_context=_rows_setup)
 
 
+def rows_losses(*inputs: Any) -> tuple[Tensor, ...]:
+    """`_rows_statistics`, differentiable."""
+    return _call(rows_statistics, _rows_statistics, _rows_setup, _rows_backward, inputs, tensors=ROWS_TENSORS)
+
+
 @torch.library.custom_op("fullrank::rows_gradient", mutates_args=())
 def rows_gradient(
     rows: Tensor,
@@ -360,7 +423,7 @@ def rows_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wanted = Needs(*needs)
     counted = count_targets(targets, weight.shape[0], ignore_index)
-    d_rows, gradients = chunked.rows_backward(
+    d_rows, gradients = late.rows_backward(
         rows, weight, counted.targets, bias, from_parts(kind, constant, slopes),
         Statistics(maximum, others, target), upstream, at_target,
         ready=ready if wanted.rows_alone else None, positions=counted.positions, needs=wanted,

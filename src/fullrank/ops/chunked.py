@@ -14,19 +14,18 @@ product, so what their rows hold does not matter, not even NaN. On CUDA the elem
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from fullrank.ops.gradients import Gradients, Needs, add_slope_gradient, empty_gradients
+from fullrank.ops.gradients import Gradients, Needs, empty_gradients
 from fullrank.ops.pointwise import Pointwise
-from fullrank.ops.products import add_bias, add_products
-from fullrank.ops.reference import compute_dtype
+from fullrank.ops.products import add_bias, add_products, add_rows
 from fullrank.ops.scaling import scale_rows
-from fullrank.ops.skipping import compact, rows_to_keep
+from fullrank.ops.skipping import Kept, compact, rows_to_keep
 from fullrank.ops.statistics import Mode, Statistics, posterior
-from fullrank.ops.targets import Asked, capturing
+from fullrank.ops.targets import Asked, Counted, capturing
 from fullrank.ops.tiles import finish_tile, recompute_gradient, statistics_of
 from fullrank.ops.vocabulary import Vocabulary, vocabulary_for
 
@@ -71,15 +70,12 @@ def pieces(N: int, positions: Tensor | None, size: int) -> Iterator[Index]:
         yield slice(start, min(start + size, N))
 
 
-def tokens_at(index: Index, within: Tensor) -> Tensor:
-    """Which of all N tokens the tokens `within` a piece are."""
-    return within + index.start if isinstance(index, slice) else index[within]
-
-
 @dataclass
 class Chunk:
     """Some whole tokens with all their rows."""
 
+    index: Index
+    """Which of all tokens."""
     rows: Tensor
     """[tokens * K, D]"""
     targets: Tensor
@@ -90,6 +86,11 @@ class Chunk:
     """[tokens]; None is 1 for every token."""
     late: bool
     """The tokens' factors come with the backward pass: until then every row counts 1."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the tokens lie side by side, so that results can be written where they belong."""
+        return isinstance(self.index, slice)
 
     def upstream(self, tokens: slice, row_nll: Tensor) -> Tensor:
         """g of each row of some tokens: the token's weight times the row's posterior share."""
@@ -117,18 +118,20 @@ def score_and_keep(
     mode: Mode | None,
     *,
     wanted: bool,
-    scored: bool = False,
+    lacking: bool,
+    nll: Tensor | None = None,
 ) -> Statistics:
     """One product; leaves Q (up to `lacking`) in the buffer where `wanted`. Needs all V scores in it.
 
-    `scored` says that the product is done.
+    `lacking` says that the kernel may leave 1 / total to the factor. nll [rows] takes the losses of rows that
+    are tokens by themselves, which only the kernel makes.
     """
-    if scored:
-        scores = vocabulary.kept_scores(chunk.rows.shape[0])[:, : vocabulary.V]
-    else:
-        scores = vocabulary.score(chunk.rows, 0, vocabulary.V)
+    scores = vocabulary.score(chunk.rows, 0, vocabulary.V)
     if vocabulary.plan.kernel:
-        return vocabulary.run_kernel(scores, chunk.targets, gradient=wanted, late=chunk.late)
+        alone = None if nll is None else (chunk.log_prior.flatten(), nll)
+        return vocabulary.run_kernel(
+            scores, chunk.targets, gradient=wanted, late=chunk.late, alone=alone, lacking=lacking
+        )
     parts = []
     for tile in vocabulary.tiles(scores.shape[0]):
         tokens = slice(tile.start // vocabulary.K, tile.stop // vocabulary.K)
@@ -178,194 +181,223 @@ def mixture_forward(
     that saves nothing: with late factors, with one component, in a captured graph, which cannot count them,
     and where a cut vocabulary is scored again for all rows to get statistics or the gradient of f's slopes.
     """
-    N, K, D = rows.shape
-    wide = compute_dtype(rows.dtype)
+    K = rows.shape[1]
     if late and not needs.rows_alone:
         needs = Needs()
     skips = row_skip > 0 and K > 1 and needs.products and not late and not capturing(rows)
     vocabulary = vocabulary_for(
         rows, K, weight, bias, pointwise, workspace, impl=impl, stats=stats, skip=skips
     )
-    skips = skips and (vocabulary.kept or not (stats or needs.slopes))
-    deferred = skips and vocabulary.plan.kernel
-    ahead = vocabulary.plan.kernel and asked.all_expected
-    if ahead:
-        # Before anything else: the device works on this product while the host waits for what it saw of the
-        # targets.
-        vocabulary.score(rows[: vocabulary.plan.tokens].reshape(-1, D), 0, vocabulary.V)
-    out = MixtureForward(
-        nll=rows.new_zeros(N, dtype=wide),
-        statistics=Statistics(*(rows.new_zeros(N, K, dtype=wide) for _ in range(3))) if late else None,
-        argmax=rows.new_full((N if stats else 0,), -1, dtype=torch.int64),
-        entropy=rows.new_zeros(N if stats else 0, dtype=wide),
-        d_rows=rows.new_zeros(rows.shape) if needs.rows else None,
-        d_prior=rows.new_zeros(N, K, dtype=wide) if needs.prior and not late else None,
-        gradients=empty_gradients(needs, weight, pointwise, wide, vocabulary.entries),
-    )
-    # The bias's gradient waits until it is known which rows are kept.
-    in_tiles = replace(out.gradients, bias=None) if skips else out.gradients
-    counted = asked.answer()
-    targets = counted.targets
-    for number, index in enumerate(pieces(N, counted.positions, vocabulary.plan.tokens)):
-        chunk = Chunk(
-            rows=rows[index].reshape(-1, D),
-            targets=targets[index, None].expand(-1, K).flatten(),
-            log_prior=log_prior[index].to(wide),
-            weight=None if token_weight is None else token_weight[index].to(wide),
-            late=late,
+    work = Pass(
+        vocabulary=vocabulary, needs=needs, late=late, stats=stats,
+        row_skip=row_skip if skips and (vocabulary.kept or not (stats or needs.slopes)) else 0.0,
+    )  # fmt: skip
+
+    def run(counted: Counted) -> MixtureForward:
+        return work.run(rows, log_prior, weight, token_weight, counted)
+
+    if not (vocabulary.plan.kernel and asked.all_expected):
+        return run(asked.answer())
+    # As if no token were ignored, before the host has looked: the device need not wait for that.
+    out = run(asked.expected())
+    if asked.answer().positions is None:
+        return out
+    del out
+    return run(asked.answer())
+
+
+@dataclass(kw_only=True)
+class Scored:
+    """A chunk whose losses are known and whose gradients are to be made."""
+
+    chunk: Chunk
+    statistics: Statistics
+    slot: int
+    """Of the buffer that holds its scores."""
+    share: Tensor | None
+    """[tokens, K], the rows' posterior shares; None where they are 1 or already in Q."""
+    factor: Tensor | None
+    """The same with what a kernel left lacking."""
+    mode: Mode | None
+    kept: Kept | None
+    """Asked which rows are kept; Q is not made yet. None: all are, or torch finds them."""
+
+
+@dataclass(kw_only=True)
+class Pass:
+    """One pass over the tokens, a chunk at a time."""
+
+    vocabulary: Vocabulary
+    needs: Needs
+    late: bool
+    stats: bool
+    row_skip: float
+    """0 where no row is skipped."""
+    out: MixtureForward = field(init=False)
+
+    def run(
+        self, rows: Tensor, log_prior: Tensor, weight: Tensor, token_weight: Tensor | None, counted: Counted
+    ) -> MixtureForward:
+        """Over the tokens that count; `out` is made anew."""
+        (N, K, D), vocabulary, wide = rows.shape, self.vocabulary, self.vocabulary.wide
+        needs, late, stats = self.needs, self.late, self.stats
+        # Where every token goes through the products all is written, and nothing need be zero before.
+        fill = rows.new_empty if counted.positions is None else rows.new_zeros
+        self.out = MixtureForward(
+            nll=fill(N, dtype=wide),
+            statistics=Statistics(*(fill(N, K, dtype=wide) for _ in range(3))) if late else None,
+            argmax=rows.new_full((N if stats else 0,), -1, dtype=torch.int64),
+            entropy=rows.new_zeros(N if stats else 0, dtype=wide),
+            d_rows=(rows.new_zeros if self.row_skip > 0 else fill)(rows.shape) if needs.rows else None,
+            d_prior=fill(N, K, dtype=wide) if needs.prior and not late else None,
+            gradients=empty_gradients(
+                needs, weight, vocabulary.pointwise, wide, vocabulary.entries,
+                unwritten=vocabulary.plan.kernel,
+            ),
+        )  # fmt: skip
+        waiting: Scored | None = None
+        for number, index in enumerate(pieces(N, counted.positions, vocabulary.plan.tokens)):
+            chunk = Chunk(
+                index=index,
+                rows=rows[index].reshape(-1, D),
+                targets=counted.targets[index, None].expand(-1, K).flatten(),
+                log_prior=log_prior[index].to(wide),
+                weight=None if token_weight is None else token_weight[index].to(wide),
+                late=late,
+            )
+            vocabulary.slot = number % vocabulary.plan.buffers
+            scored = self.score(chunk)
+            if scored.kept is None:
+                self.finish(scored)
+                continue
+            if waiting is not None:
+                self.finish(waiting)
+            waiting = scored
+        if waiting is not None:
+            self.finish(waiting)
+        self.out.gradients = self.out.gradients.trimmed(vocabulary.V)
+        return self.out
+
+    def score(self, chunk: Chunk) -> Scored:
+        """Losses, and Q in the buffer unless rows are to be left out of it."""
+        vocabulary, out, skips = self.vocabulary, self.out, self.row_skip > 0
+        kernel = vocabulary.plan.kernel
+        mode = Mode(chunk.log_prior.shape[0], chunk.log_prior) if self.stats else None
+        nll = out.nll[chunk.index] if chunk.in_place else out.nll.new_empty(chunk.log_prior.shape[0])
+        # A softmax with equal weights: its kernel does all, and its factors are 1.
+        alone = (
+            kernel and vocabulary.K == 1 and chunk.weight is None and not self.late and out.d_prior is None
         )
-        shape = chunk.log_prior.shape
-        mode = Mode(shape[0], chunk.log_prior) if stats else None
+        # fp16 cannot hold Q * total.
+        lacking = kernel and not (alone or skips or self.late) and chunk.rows.dtype != torch.float16
+        share: Tensor | None = None
+        factor: Tensor | None = None
         if vocabulary.kept:
-            # Where rows are skipped the kernel makes Q when it is known of which.
             statistics = score_and_keep(
-                vocabulary, chunk, in_tiles, mode, wanted=needs.products and not deferred,
-                scored=ahead and number == 0 and counted.positions is None,
+                vocabulary, chunk, replace(out.gradients, bias=None) if skips else out.gradients, mode,
+                wanted=self.needs.products and not (skips and kernel), lacking=lacking,
+                nll=nll if alone else None,
             )  # fmt: skip
         else:
             statistics = statistics_of(vocabulary, chunk.rows, chunk.targets)
-        nll, posterior_share = vocabulary.mix(chunk.log_prior, statistics)
-        upstream = chunk.weigh(slice(None), posterior_share)
-        factor = upstream if vocabulary.plan.kernel else upstream * vocabulary.lacking(statistics.total)
-        kept = rows_to_keep(posterior_share, row_skip, D, moving=not deferred) if skips else None
-        some: Index = slice(None) if kept is None else kept
-        used = chunk.rows[some]
-        in_place = kept is None and vocabulary.kept and isinstance(index, slice)
-        d_used: Tensor | None = None
-        if out.d_rows is not None:
-            d_used = out.d_rows[index].view(-1, D) if in_place else vocabulary.gradient_of_rows(used)
-        if used.shape[0] == 0:
-            pass
-        elif not vocabulary.kept and (needs.products or stats):
-            share = chunk.log_prior.exp() / statistics.total.view(shape)
-            part = Statistics(*(column[some] for column in statistics))
-            recompute_gradient(
-                vocabulary, used, chunk.targets[some], part, upstream[some], out.gradients,
-                entry=chunk.entry(part), d_rows=d_used, mode=mode, share=share,
-            )  # fmt: skip
-        elif deferred and kept is not None:
-            add_kept(vocabulary, chunk, statistics, factor, kept, out.gradients, d_used)
-        elif needs.products:
-            if deferred:
-                vocabulary.finish_kernel(chunk.targets, statistics)
-            scores = vocabulary.kept_scores(chunk.rows.shape[0])
-            if kept is not None:
-                scores = compact(scores, kept, vocabulary.plan.copy_rows)
-            if vocabulary.plan.kernel or skips:
-                add_bias(out.gradients, scores, factor[some])
-            add_products(vocabulary, scores, used, factor[some], 0, vocabulary.V, out.gradients, d_used)
-        out.nll[index] = nll
+        if not alone:
+            share, factor = vocabulary.mix(chunk.log_prior, statistics, nll, lacking=lacking)
+        if not chunk.in_place:
+            out.nll[chunk.index] = nll
         if out.statistics is not None:
             for whole, column in zip(out.statistics, statistics, strict=True):
-                whole[index] = column.view(shape)
-        if mode is not None:
-            out.argmax[index], out.entropy[index] = mode.argmax, mode.entropy
-        if out.d_prior is not None:
-            out.d_prior[index] = upstream.view(shape).neg()
-        if out.d_rows is not None and d_used is not None:
-            scale_rows(d_used, factor[some], out=d_used)
-            if kept is not None:
-                out.d_rows[tokens_at(index, kept // K), kept % K] = d_used.to(rows.dtype)
-            elif not in_place:
-                out.d_rows[index] = d_used.view(*shape, D).to(rows.dtype)
-    out.gradients = out.gradients.trimmed(vocabulary.V)
-    return out
+                whole[chunk.index] = column.view(chunk.log_prior.shape)
+        return Scored(
+            chunk=chunk, statistics=statistics, slot=vocabulary.slot, share=share, factor=factor, mode=mode,
+            kept=Kept(share, self.row_skip) if kernel and skips and share is not None else None,
+        )  # fmt: skip
 
-
-def add_kept(
-    vocabulary: Vocabulary,
-    chunk: Chunk,
-    statistics: Statistics,
-    factor: Tensor,
-    kept: Tensor,
-    gradients: Gradients,
-    d_kept: Tensor | None,
-) -> None:
-    """The gradient products of the kept rows of a chunk whose scores are in the buffer, some rows at a time.
-
-    d_kept [kept, D] takes the product with W before the factor.
-    """
-    step = vocabulary.plan.copy_rows
-    room = vocabulary.weight.new_empty(min(step, kept.shape[0]), vocabulary.plan.stride)
-    for start in range(0, kept.shape[0], step):
-        some = kept[start : start + step]
-        scores = vocabulary.finish_kernel(chunk.targets, statistics, kept=some, out=room[: some.shape[0]])
-        add_bias(gradients, scores, factor[some])
-        part = None if d_kept is None else d_kept[start : start + step]
-        add_products(vocabulary, scores, chunk.rows[some], factor[some], 0, vocabulary.V, gradients, part)
-
-
-def rows_backward(
-    rows: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    pointwise: Pointwise,
-    statistics: Statistics,
-    upstream: Tensor,
-    at_target: Tensor,
-    *,
-    ready: Tensor | None,
-    positions: Tensor | None,
-    needs: Needs,
-    workspace: int | None,
-    impl: str = "auto",
-) -> tuple[Tensor | None, Gradients]:
-    """Gradients of rows [R, D] against targets [R]: upstream [R] is that of lse outside the target, at_target
-    [R] that of the target's f(z_y).
-
-    ready [R, D] is Q W where the forward pass made it; then no product is left to do.
-    """
-    wide = compute_dtype(rows.dtype)
-    vocabulary = vocabulary_for(rows, 1, weight, bias, pointwise, workspace, impl=impl)
-    gradients = empty_gradients(needs, weight, pointwise, wide, vocabulary.entries)
-    d_rows = rows.new_zeros(rows.shape) if needs.rows else None
-    for index in pieces(rows.shape[0], positions, vocabulary.plan.tokens):
-        chunk, y = rows[index], targets[index]
-        part = Statistics(*(column[index] for column in statistics))
-        d_chunk = vocabulary.gradient_of_rows(chunk) if needs.rows else None
-        if d_chunk is not None and ready is not None:
-            torch.mul(ready[index], upstream[index, None], out=d_chunk)
-        elif vocabulary.plan.kernel:
-            vocabulary.run_kernel(vocabulary.score(chunk, 0, vocabulary.V), y, gradient=True, late=True)
-            scores = vocabulary.kept_scores(chunk.shape[0])
-            add_bias(gradients, scores, upstream[index])
-            add_products(vocabulary, scores, chunk, upstream[index], 0, vocabulary.V, gradients, d_chunk)
-            if d_chunk is not None:
-                scale_rows(d_chunk, upstream[index], out=d_chunk)
-        else:
+    def finish(self, scored: Scored) -> None:
+        """The gradients of a chunk."""
+        vocabulary, out, chunk = self.vocabulary, self.out, scored.chunk
+        kernel = vocabulary.plan.kernel
+        upstream: Tensor | None = None
+        factor: Tensor | None = None
+        if scored.share is not None and scored.factor is not None and not (self.late and kernel):
+            upstream, factor = (chunk.weigh(slice(None), each) for each in (scored.share, scored.factor))
+            if not kernel:
+                factor = factor * vocabulary.lacking(scored.statistics.total)
+        if out.d_prior is not None and upstream is not None:
+            out.d_prior[chunk.index] = upstream.view(chunk.log_prior.shape).neg()
+        kept = None if scored.kept is None else scored.kept.read()
+        if kept is not None and factor is not None:
+            self.finish_kept(scored, factor, kept)
+            return
+        if self.row_skip > 0 and scored.kept is None and scored.share is not None:
+            kept = rows_to_keep(scored.share, self.row_skip, vocabulary.D)
+        some: Index = slice(None) if kept is None else kept
+        used, scale = chunk.rows[some], None if factor is None else factor[some]
+        in_place = kept is None and vocabulary.kept and chunk.in_place
+        d_used: Tensor | None = None
+        if out.d_rows is not None:
+            d_used = (
+                out.d_rows[chunk.index].view(used.shape) if in_place else vocabulary.gradient_of_rows(used)
+            )
+        if used.shape[0] == 0:
+            pass
+        elif not vocabulary.kept and (self.needs.products or self.stats):
+            assert upstream is not None
+            part = Statistics(*(column[some] for column in scored.statistics))
             recompute_gradient(
-                vocabulary, chunk, y, part, upstream[index], gradients,
-                entry=torch.zeros_like(part.others), d_rows=d_chunk,
+                vocabulary, used, chunk.targets[some], part, upstream[some], out.gradients,
+                entry=chunk.entry(part), d_rows=d_used, mode=scored.mode,
+                share=chunk.log_prior.exp() / scored.statistics.total.view(chunk.log_prior.shape),
             )  # fmt: skip
-            if d_chunk is not None:
-                d_chunk.mul_((upstream[index] * vocabulary.lacking(part.total))[:, None])
-        add_own(vocabulary, chunk, y, at_target[index], gradients, d_chunk)
-        if d_rows is not None and d_chunk is not None:
-            d_rows[index] = d_chunk.to(rows.dtype)
-    return d_rows, gradients.trimmed(vocabulary.V)
+        elif self.needs.products:
+            if scored.kept is not None:
+                vocabulary.finish_kernel(chunk.targets, scored.statistics, scored.slot)
+            scores = vocabulary.kept_scores(chunk.rows.shape[0], scored.slot)
+            if kept is not None:
+                scores = compact(scores, kept, vocabulary.plan.copy_rows)
+            if kernel or self.row_skip > 0:
+                add_bias(out.gradients, scores, scale)
+            add_products(vocabulary, scores, used, scale, 0, vocabulary.V, out.gradients, d_used)
+        if scored.mode is not None:
+            out.argmax[chunk.index], out.entropy[chunk.index] = scored.mode.argmax, scored.mode.entropy
+        if out.d_rows is not None and d_used is not None:
+            if scale is not None:
+                scale_rows(d_used, scale, out=d_used)
+            if kept is not None:
+                out.d_rows[rows_at(chunk, kept)] = d_used.to(out.d_rows.dtype)
+            elif not in_place:
+                out.d_rows[chunk.index] = d_used.view(*chunk.log_prior.shape, -1).to(out.d_rows.dtype)
+
+    def finish_kept(self, scored: Scored, factor: Tensor, kept: Tensor) -> None:
+        """The same with kernels for the rows `kept`: their Q is made beside the buffer, some rows at a
+        time."""
+        from fullrank.ops import row_kernels
+
+        vocabulary, out, chunk = self.vocabulary, self.out, scored.chunk
+        step, gradients = vocabulary.plan.copy_rows, out.gradients
+        rows = chunk.rows.contiguous()
+        room = rows.new_empty(min(step, kept.shape[0]), vocabulary.plan.stride)
+        d_kept = rows.new_empty(kept.shape[0], rows.shape[1]) if out.d_rows is not None else None
+        for start in range(0, kept.shape[0], step):
+            some = kept[start : start + step]
+            scores = vocabulary.finish_kernel(
+                chunk.targets, scored.statistics, scored.slot, kept=some, out=room[: some.shape[0]]
+            )
+            if gradients.bias is not None:
+                add_bias(gradients, scores, factor[some])
+            if d_kept is not None:
+                torch.mm(scores, vocabulary.weight, out=d_kept[start : start + step])
+            if gradients.weight is not None:
+                add_rows(vocabulary, scores, row_kernels.gather_rows(rows, factor, some), gradients)
+        if out.d_rows is not None and d_kept is not None:
+            if chunk.in_place:
+                place = out.d_rows[chunk.index].view(rows.shape)
+                row_kernels.scatter_rows(d_kept, factor, kept, place)
+            else:
+                out.d_rows[rows_at(chunk, kept)] = scale_rows(d_kept, factor[kept], out=d_kept)
 
 
-def add_own(
-    vocabulary: Vocabulary,
-    rows: Tensor,
-    targets: Tensor,
-    upstream: Tensor,
-    gradients: Gradients,
-    d_rows: Tensor | None,
-) -> None:
-    """The target's part of the gradient, for upstream [rows] in f(z_y).
-
-    Row y of W goes to the row's gradient, the row goes to row y of W's.
-    """
-    own = vocabulary.weight[targets]
-    bent = vocabulary.bend_targets(rows, own, targets)
-    step = upstream if bent.slope is None else upstream * bent.slope[:, 0]
-    add_slope_gradient(gradients, bent, upstream.to(torch.float64, copy=True)[:, None])
-    if d_rows is not None:
-        d_rows.add_(own * step[:, None])
-    del own
-    if gradients.weight is not None:
-        gradients.weight.index_add_(0, targets, rows * step[:, None])
-    if gradients.bias is not None:
-        gradients.bias.index_add_(0, targets, step)
+def rows_at(chunk: Chunk, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Where some rows of a chunk stand among all: the token, and which of its K."""
+    K = chunk.log_prior.shape[1]
+    token = rows // K
+    return token + chunk.index.start if isinstance(chunk.index, slice) else chunk.index[token], rows % K

@@ -48,9 +48,13 @@ class Gradients:
     sums: Tensor | None
     """Per bin of f, the sum of the gradient in f(z)."""
     moments: Tensor | None
+    unwritten: bool = False
+    """W's holds nothing yet, not even zeros: the first product is written and not added."""
 
     def trimmed(self, V: int) -> Gradients:
-        """Without padding."""
+        """Without padding, and with zeros where no product was."""
+        if self.unwritten and self.weight is not None:
+            self.weight.zero_()
         weight = None if self.weight is None else self.weight[:V]
         bias = None if self.bias is None else self.bias[:V]
         return Gradients(weight=weight, bias=bias, sums=self.sums, moments=self.moments)
@@ -62,9 +66,18 @@ class Gradients:
 
 
 def empty_gradients(
-    needs: Needs, weight: Tensor, pointwise: Pointwise, wide: torch.dtype, entries: int | None = None
+    needs: Needs,
+    weight: Tensor,
+    pointwise: Pointwise,
+    wide: torch.dtype,
+    entries: int | None = None,
+    *,
+    unwritten: bool = False,
 ) -> Gradients:
-    """Zeros; W's and b's with `entries` rows where they are padded for the products."""
+    """Zeros; W's and b's with `entries` rows where they are padded for the products.
+
+    `unwritten` leaves W's to the first product, which must be of all entries.
+    """
     V, D = weight.shape
     entries = V if entries is None else entries
 
@@ -74,10 +87,17 @@ def empty_gradients(
     trained = pointwise.trained
     slopes, bins = needs.slopes and trained is not None, 0 if trained is None else len(trained)
     return Gradients(
-        weight=zeros(entries, D) if needs.weight else None,
+        weight=(
+            None
+            if not needs.weight
+            else torch.empty(entries, D, dtype=wide, device=weight.device)
+            if unwritten
+            else zeros(entries, D)
+        ),
         bias=zeros(entries) if needs.bias else None,
         sums=zeros(bins).double() if slopes else None,
         moments=zeros(bins).double() if slopes else None,
+        unwritten=unwritten and needs.weight,
     )
 
 

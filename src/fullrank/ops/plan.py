@@ -12,6 +12,7 @@ multiple of 16 bytes, as do the fast products: each row is padded to its stride.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +21,14 @@ from fullrank.errors import FullrankError
 
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 256 * MIB}
-# On a device: what 16384 rows of 50,000 scores in bf16 need, but no more than this part of its memory.
+# On a device: what 12288 rows of 80,000 scores in bf16 need, but no more than this part of its memory.
 DEVICE_WORKSPACE = 2048 * MIB
 DEVICE_PART = 16
 
 # Rows in a chunk beyond which the products gain nothing; below the least, re-reading W for every chunk costs
 # more than the extra product of cutting the vocabulary.
 MOST_ROWS = {"cpu": 512}
-DEVICE_MOST_ROWS = 16384
+DEVICE_MOST_ROWS = 12288
 LEAST_ROWS = 64
 # On a device, a chunk of so many rows is as fast as a larger one. Where a single chunk would take more bytes
 # than these, two take half the memory in the same time; below, launches cost more than memory does.
@@ -39,6 +40,7 @@ TILE_BYTES = {"cpu": 2 * MIB}
 DEVICE_TILE_BYTES = 128 * MIB
 
 STRIDE = 64
+ROUND_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class Plan:
     """Rows of W's gradient that one low-precision product makes before it is added in fp32."""
     kernel: bool = False
     """One kernel does the elementwise work of a chunk, without tiles."""
+    buffers: int = 1
+    """Chunks whose scores are in memory at once."""
     copy_rows: int = 0
     """Where rows are skipped: rows of the buffer that move at a time, or rows of Q that a kernel makes at a
     time beside it."""
@@ -105,18 +109,23 @@ def make_plan(
         whole = V * D * (narrow + wide) if narrow < wide else 0
         slice_bytes = min(whole, max(workspace // 8, D * (narrow + wide)))
         line_bytes = padded(V) * narrow
-        copy_bytes = max(line_bytes, min(DEVICE_ENOUGH_ROWS * line_bytes, workspace // 4)) if skip else 0
+        # Where rows are skipped two chunks are in memory at once, and most of a third.
+        buffers = 2 if skip else 1
+        copied = -(-most_tokens * K * 3 // 4)
+        copy_bytes = max(line_bytes, min(copied * line_bytes, workspace // 4)) if skip else 0
         room = workspace - slice_bytes - copy_bytes
-        tokens = min(most_tokens, room // (K * (line_bytes + row_bytes)))
+        tokens = min(most_tokens, room // (K * (buffers * line_bytes + row_bytes)))
         if tokens * K >= min(LEAST_ROWS, most_tokens * K):
             if tokens * K * line_bytes > DEVICE_ENOUGH_BYTES:
                 tokens = min(tokens, max(DEVICE_ENOUGH_ROWS // K, -(-N // 2), 1))
-            # Chunks of one size: the same number of them in less memory.
-            tokens = -(-max(N, 1) // -(-max(N, 1) // tokens))
+            # Chunks of one size, the same number of them in less memory, but of sizes that products like.
+            even = -(-max(N, 1) // -(-max(N, 1) // tokens))
+            unit = ROUND_ROWS // math.gcd(K, ROUND_ROWS)
+            tokens = min(tokens, -(-even // unit) * unit)
             slice_rows = slice_bytes // (D * (narrow + wide)) if slice_bytes else V
             return Plan(
                 tokens=tokens, block=V, tile_tokens=tokens, slice_rows=slice_rows, kernel=True,
-                copy_rows=copy_bytes // line_bytes,
+                buffers=buffers, copy_rows=copy_bytes // line_bytes,
             )  # fmt: skip
     # Tiles take a quarter of the workspace at most. The tile that the cache wants grows to one whole token
     # where that is still within the quarter.

@@ -18,7 +18,7 @@ def add_products(
     vocabulary: Vocabulary,
     scores: Tensor,
     rows: Tensor,
-    factor: Tensor,
+    factor: Tensor | None,
     start: int,
     stop: int,
     gradients: Gradients,
@@ -28,7 +28,8 @@ def add_products(
 
     With the kernel, scores, W and W's gradient have their padding here.
 
-    factor [rows] is g times `lacking`. d_rows [rows, D] takes the product with W before the factor.
+    factor [rows] is g times `lacking`, None where it is 1. d_rows [rows, D] takes the product with W before
+    the factor.
     """
     if d_rows is not None:
         weight = vocabulary.weight if vocabulary.plan.kernel else vocabulary.weight[start:stop]
@@ -39,15 +40,31 @@ def add_products(
         else:
             d_rows.add_(torch.mm(scores, weight))
     if gradients.weight is not None:
-        scaled = scale_rows(rows, factor, out=torch.empty_like(rows))
-        total = gradients.weight if vocabulary.plan.kernel else gradients.weight[start:stop]
-        add_wide(total, scores.t(), scaled, step=vocabulary.plan.slice_rows)
+        scaled = rows if factor is None else scale_rows(rows, factor, out=torch.empty_like(rows))
+        add_rows(vocabulary, scores, scaled, gradients, start, stop)
 
 
-def add_bias(gradients: Gradients, scores: Tensor, upstream: Tensor) -> None:
-    """The bias's gradient of a chunk whose scores are Q: the sum over rows of g Q."""
+def add_rows(
+    vocabulary: Vocabulary,
+    scores: Tensor,
+    scaled: Tensor,
+    gradients: Gradients,
+    start: int = 0,
+    stop: int | None = None,
+) -> None:
+    """W's gradient of a chunk and a block: Q^T (g H), from rows that have their factor."""
+    assert gradients.weight is not None
+    total = gradients.weight if vocabulary.plan.kernel else gradients.weight[start:stop]
+    add_wide(total, scores.t(), scaled, step=vocabulary.plan.slice_rows, first=gradients.unwritten)
+    gradients.unwritten = False
+
+
+def add_bias(gradients: Gradients, scores: Tensor, upstream: Tensor | None) -> None:
+    """The bias's gradient of a chunk whose scores are Q: the sum over rows of g Q; g is 1 where None."""
     if gradients.bias is None:
         return
+    if upstream is None:
+        upstream = torch.ones(scores.shape[0], dtype=gradients.bias.dtype, device=scores.device)
     if gradients.bias.dtype == scores.dtype:
         gradients.bias.addmv_(scores.t(), upstream)
         return
@@ -60,17 +77,22 @@ def add_bias(gradients: Gradients, scores: Tensor, upstream: Tensor) -> None:
     gradients.bias.add_(sums[:, 0]).add_(sums[:, 1])
 
 
-def add_wide(total: Tensor, left: Tensor, right: Tensor, *, step: int) -> None:
-    """total += left @ right, where total is as wide as the factors or wider."""
+def add_wide(total: Tensor, left: Tensor, right: Tensor, *, step: int, first: bool = False) -> None:
+    """total += left @ right, where total is as wide as the factors or wider; `first` says that total holds
+    nothing yet, not even zeros."""
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=0 if first else 1)
     elif accumulates_wide(left):
-        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+        if first:
+            torch.ops.aten.mm.dtype_out(left, right, total.dtype, out=total)
+        else:
+            torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
     else:
         # Only one slice of the product, `step` rows of it, exists in the narrow dtype.
-        for first in range(0, left.shape[0], step):
-            part = slice(first, first + step)
-            total[part].add_(torch.mm(left[part], right))
+        for start in range(0, left.shape[0], step):
+            part = slice(start, start + step)
+            product = torch.mm(left[part], right)
+            total[part].copy_(product) if first else total[part].add_(product)
 
 
 _accumulates: dict[tuple[torch.device, torch.dtype], bool] = {}
@@ -87,6 +109,7 @@ def accumulates_wide(factor: Tensor) -> bool:
         try:
             torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
             _accumulates[key] = bool((total == 16.0 + 2.0**-20).all())
+            torch.ops.aten.mm.dtype_out(ones, ones, torch.float32, out=total)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError):
             _accumulates[key] = False
     return _accumulates[key]

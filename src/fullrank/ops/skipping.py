@@ -17,14 +17,17 @@ prior and of what f trains stay exact.
 With torch's operations Q of the kept rows moves to the top of the buffer in place: row j of the result is row
 kept[j] >= j of the buffer, so blocks of rows in ascending order, each through a small temporary, never read
 what was overwritten. The kernels of `triton.py` make Q when it is known which rows are kept, and write it
-where it belongs: nothing moves. Then the products take 1 + 2 kept / all of a product's time instead of 3, and
-one wait for the device a chunk.
+where it belongs: nothing moves. Then the products take 1 + 2 kept / all of a product's time instead of 3. The
+host must know how many rows are kept before it can launch their products: it asks when a chunk is scored and
+waits when the next one is, so that the device has work meanwhile.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from fullrank.ops.later import Later
 
 # The width D at which moving a row of Q takes as long as its two products. On an H200, 4 bytes a score at
 # 4.3 TB/s against 4 D operations at 790 TFLOP/s; on a CPU as measured, in fp32. So moving pays as long as no
@@ -33,16 +36,29 @@ MOVING_WIDTH = {"cpu": 5}
 DEVICE_MOVING_WIDTH = 184
 
 
-def rows_to_keep(share: Tensor, row_skip: float, D: int, *, moving: bool = True) -> Tensor | None:
+class Kept:
+    """Which rows are above the bound, found by a kernel; `read` waits for that and for nothing later."""
+
+    def __init__(self, share: Tensor, row_skip: float) -> None:
+        from fullrank.ops import row_kernels
+
+        self._rows, count = row_kernels.keep_rows(share, row_skip)
+        self._count = Later(count)
+
+    def read(self) -> Tensor | None:
+        """Their ascending numbers; None where all are."""
+        count = int(self._count.read())
+        return None if count == self._rows.shape[0] else self._rows[:count]
+
+
+def rows_to_keep(share: Tensor, row_skip: float, D: int) -> Tensor | None:
     """Ascending numbers of the rows of width D with a share above the bound, from shares [tokens, K].
 
-    None where so many are kept that the products on all rows are faster: then the chunk stays exact. Rows
-    that need not be moved are worth leaving out however few they are.
+    None where so many are kept that moving them would take longer than the products on all rows: then the
+    chunk stays exact.
     """
     # Not `share > row_skip`: a share that is no number stays, and shows in the gradients.
     kept = (~(share.flatten() <= row_skip)).nonzero()[:, 0]
-    if not moving:
-        return kept if kept.shape[0] < share.numel() else None
     most = share.numel() * D / (D + MOVING_WIDTH.get(share.device.type, DEVICE_MOVING_WIDTH))
     return kept if kept.shape[0] <= most else None
 

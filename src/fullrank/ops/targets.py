@@ -1,20 +1,24 @@
 """Which targets count, found with one look at their values.
 
-Reading a value makes the host wait for a CUDA device, so a call reads two numbers at once: how many targets
-no row of W belongs to, and how many are ignored. It asks early and waits late: the first product starts in
-between, for all tokens, as if none were ignored. While a CUDA graph is captured nothing can be read. Then
-every token goes through the products, an ignored one with weight 0 (its rows must be finite), and a target
-outside the vocabulary makes the loss NaN instead of an error.
+Reading values makes the host wait for a CUDA device, so the targets are copied to it once, and it does the
+looking: no kernel has to wait until a multiprocessor is free. Where the last calls ignored no token, all the
+work is launched as if this one did not either, and what was seen decides whether it is done again.
+
+While a CUDA graph is captured nothing can be read. Then every token goes through the products, an ignored one
+with weight 0 (its rows must be finite), and a target outside the vocabulary makes the loss NaN instead of an
+error.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
+from fullrank.ops.later import Later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +52,21 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def look(targets: Tensor, V: int, ignore_index: int | None) -> Tensor:
-    """[2]: how many targets lie outside the vocabulary, and how many are ignored."""
-    if targets.is_cuda:
-        from fullrank.ops import triton
-
-        if triton.obstacle(targets.device, torch.float32) is None:
-            # One launch in place of seven, before the first product can start.
-            return triton.look_at_targets(targets, V, ignore_index)
-    outside = (targets < 0) | (targets >= V)
-    ignored = torch.zeros_like(outside) if ignore_index is None else targets == ignore_index
-    return torch.stack([outside, ignored]).sum(1)
+# Calls since one ignored a token: after so many the next one is expected to ignore none.
+FEW_CALLS = 4
+_calls_since = FEW_CALLS
 
 
-# Whether the last call on a CUDA device ignored any token: the next one is likely to do as well.
-_ignored_last = False
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class Asked:
-    """Targets that were looked at; `answer` waits for what was seen.
+    """Targets that will be looked at; `answer` waits for them.
 
-    On a CUDA device the host can go on launching between the two.
+    They come from a CUDA device as they were when asked about, beside the work that the host has launched in
+    between.
     """
 
     def __init__(self, targets: Tensor, V: int, ignore_index: int | None) -> None:
@@ -77,26 +75,34 @@ class Asked:
         self._answer: Counted | None = None
         if targets.numel() == 0:
             self._answer = Counted(targets=targets, count=0)
-        if self._answer is not None or self.captured:
-            return
-        self._seen = look(targets, V, ignore_index)
-        self._ready: torch.cuda.Event | None = None
-        if targets.is_cuda:
-            here = torch.empty(2, dtype=torch.int64, pin_memory=True)
-            self._seen = here.copy_(self._seen, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(targets.device))
+        self._before: torch.cuda.Event | None = None
+        if targets.is_cuda and self._answer is None and not self.captured:
+            self._before = torch.cuda.Event()
+            self._before.record(torch.cuda.current_stream(targets.device))
 
     @property
     def all_expected(self) -> bool:
         """Whether work on all tokens may begin before the answer is known: it is likely to be used."""
-        return self.targets.is_cuda and (self.captured or not _ignored_last)
+        return not self.captured and _calls_since >= FEW_CALLS
+
+    def expected(self) -> Counted:
+        """The answer that is likely; targets outside the vocabulary are still among them."""
+        return Counted(targets=self.targets, count=self.targets.shape[0])
 
     def answer(self) -> Counted:
         """Raises for a target that no row of W belongs to, naming it."""
         if self._answer is None:
             self._answer = self._captured_answer() if self.captured else self._read_answer()
         return self._answer
+
+    def _fetch(self) -> Tensor:
+        """The targets on the host."""
+        if self._before is None:
+            return self.targets
+        aside = side_stream(self.targets.device)
+        aside.wait_event(self._before)
+        with torch.cuda.stream(aside):
+            return Later(self.targets).read()
 
     def _captured_answer(self) -> Counted:
         targets = self.targets
@@ -106,23 +112,23 @@ class Asked:
         return Counted(targets=safe, ignored=ignored, wrong=(outside & ~ignored).any())
 
     def _read_answer(self) -> Counted:
-        global _ignored_last
-        if self._ready is not None:
-            self._ready.synchronize()
-        outside, left_out = self._seen.tolist()
+        global _calls_since
         targets, V, ignore_index = self.targets, self.V, self.ignore_index
-        # An ignored target is outside as well, unless it is a token's own number.
-        if outside - (left_out if ignore_index is not None and not 0 <= ignore_index < V else 0):
-            bad = (targets < 0) | (targets >= V)
+        here, left_out = self._fetch(), 0
+        least, most = (int(end) for end in here.aminmax())
+        if ignore_index is not None and least <= ignore_index <= most:
+            left_out = int((here == ignore_index).sum())
+        if least < 0 or most >= V:
+            bad = (here < 0) | (here >= V)
             if ignore_index is not None:
-                bad &= targets != ignore_index
-            also = "" if ignore_index is None else f" or ignore_index={ignore_index}"
-            raise FullrankError(
-                f"target {int(targets[bad][0])} is outside the vocabulary: "
-                f"expected 0 <= target < V={V}{also}; check the tokenizer against the head"
-            )
-        if targets.is_cuda:
-            _ignored_last = left_out > 0
+                bad &= here != ignore_index
+            if bool(bad.any()):
+                also = "" if ignore_index is None else f" or ignore_index={ignore_index}"
+                raise FullrankError(
+                    f"target {int(here[bad][0])} is outside the vocabulary: "
+                    f"expected 0 <= target < V={V}{also}; check the tokenizer against the head"
+                )
+        _calls_since = 0 if left_out else _calls_since + 1
         positions, count = None, targets.shape[0] - left_out
         if left_out:
             # Counted tokens first, in their order: `nonzero` would have to be waited for once more.

@@ -9,9 +9,10 @@ as a running maximum and a running sum, one pair a lane, merged at the end; then
 
     Q_v = f'(z_v) exp(a_v - maximum) / total,   Q_y = -f'(z_y) S / total,   total = S + exp(a_y - maximum)
 
-in the dtype of the product. Q is normalised in every dtype, so a row's factor lacks nothing. All arithmetic
-is fp32. A lane takes 16 bytes at a time, which needs rows that start at a multiple of 16 bytes: the buffer's
-rows are padded to `stride`, and what lies between V and the stride is the kernel's to overwrite.
+in the dtype of the product. Where a row has a factor to be multiplied by anyway, Q is left without 1 / total
+(`raise_rows`): then the first time is for the maximum alone, and every entry costs one exponential. All
+arithmetic is fp32. A lane takes 16 bytes at a time, which needs rows that start at a multiple of 16 bytes:
+the buffer's rows are padded to `stride`, and what lies between V and the stride is the kernel's to overwrite.
 
 This is the only module that imports Triton, and nothing imports this module before a call needs it.
 """
@@ -44,8 +45,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUP_BYTES = 16
 LANES = {True: 1024, False: 256}
 PROGRAMS = 8
-
-SCALED = 4096
 
 
 def interpreted() -> bool:
@@ -133,15 +132,37 @@ def take(  # type: ignore[no-untyped-def]
 
 
 @jit
+def target_of(targets, row, V: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Inside the vocabulary whatever it is: the host may find out later that it is not."""
+    return tl.minimum(tl.maximum(tl.load(targets + row), 0), V - 1).to(tl.int32)
+
+
+@jit
+def power(x):  # type: ignore[no-untyped-def]
+    """e^x in two instructions; Triton's own takes four, for the sake of results that are 0 here."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@jit
 def join(value, peaks, sums, column, y, HIDDEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """One block of values into the running maximum and sum of each lane."""
     higher = tl.maximum(peaks, tl.max(value, axis=1))
     # A lane may have seen masked entries only: exp(-inf - (-inf)) is no number.
     anchor = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp(value - anchor[:, None])
+    weight = power(value - anchor[:, None])
     if not HIDDEN:
         weight = tl.where(column == y, 0.0, weight)
-    return higher, sums * tl.exp(peaks - anchor) + tl.sum(weight, axis=1)
+    return higher, sums * power(peaks - anchor) + tl.sum(weight, axis=1)
+
+
+@jit
+def row_loss(top, rest, own):  # type: ignore[no-untyped-def]
+    """-log p(y) of rows from their statistics."""
+    gap = tl.where(own == float("-inf"), own, own - top)
+    # Where the target is the maximum, log(1 + S), by its series where S is small; elsewhere S is at least 1.
+    series = rest * (1.0 - rest * (0.5 - rest * (1.0 / 3.0 - rest * (0.25 - rest * 0.2))))
+    sure = tl.where(rest < 0.02, series, tl.log(1.0 + rest))
+    return tl.where(gap == 0.0, sure, tl.log(rest + tl.exp(gap)) - gap)
 
 
 @jit
@@ -154,6 +175,7 @@ def write_gradient(  # type: ignore[no-untyped-def]
     rest,
     own,
     own_slope,
+    factor,
     constant,
     V: tl.constexpr,
     stride: tl.constexpr,
@@ -163,12 +185,15 @@ def write_gradient(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Q of a row from its scores at `line` and its statistics, to `place`, which may be the same."""
+    """Q of a row times a factor from its scores at `line` and its statistics, to `place`, which may be the
+    same."""
     BLOCK: tl.constexpr = LANES * GROUP
     FULL: tl.constexpr = V // BLOCK * BLOCK
     within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     anchor = tl.where(top == float("-inf"), 0.0, top)
-    inverse = 1.0 / (rest + tl.exp(own - anchor))
+    total = rest + tl.exp(own - anchor)
+    # A row that is masked from end to end has no normaliser.
+    inverse = factor / tl.where(total == 0.0, 1.0, total)
     entry = 0.0
     if not LATE:
         # A masked target is no score of the row: nothing falls on it.
@@ -178,14 +203,14 @@ def write_gradient(  # type: ignore[no-untyped-def]
     for start in range(0, FULL, BLOCK):
         column = start + within
         value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, False)
-        gradient = tl.exp(value - anchor) * inverse
+        gradient = power(value - anchor) * inverse
         if KIND != 0:
             gradient *= slope
         tl.store(place + column, gradient.to(place.dtype.element_ty))
     if stride > FULL:
         column = FULL + within
         value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
-        gradient = tl.exp(value - anchor) * inverse
+        gradient = power(value - anchor) * inverse
         if KIND != 0:
             gradient *= slope
         tl.store(place + column, gradient.to(place.dtype.element_ty), mask=column < stride)
@@ -202,6 +227,8 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
     maximum,
     others,
     target,
+    log_prior,
+    nll,
     constant,
     rows,
     V: tl.constexpr,
@@ -210,6 +237,7 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
     BIASED: tl.constexpr,
     GRADIENT: tl.constexpr,
     LATE: tl.constexpr,
+    ALONE: tl.constexpr,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -222,7 +250,7 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
     while row < rows:
         # Rows times stride may pass 2^31.
         line = scores + row.to(tl.int64) * stride
-        y = tl.load(targets + row).to(tl.int32)
+        y = target_of(targets, row, V)
         own, own_slope = take(line, bias, y, V, stride, constant, KIND, BIASED, True)
         if HIDDEN:
             # Then no entry has to ask whether it is the target's. Every lane reads it before one hides it.
@@ -249,12 +277,124 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(others + row, rest)
         tl.store(target + row, own)
 
+        factor = 1.0
+        if ALONE:
+            loss = row_loss(top, rest, own) - tl.load(log_prior + row)
+            tl.store(nll + row, loss)
+            # A token that its only component cannot emit has no posterior.
+            factor = tl.where(loss == float("inf"), 0.0, 1.0)
         if GRADIENT:
             write_gradient(
-                line, line, bias, y, top, rest, own, own_slope, constant,
+                line, line, bias, y, top, rest, own, own_slope, factor, constant,
                 V, stride, KIND, BIASED, LATE, LANES, GROUP,
             )  # fmt: skip
         row += tl.num_programs(0)
+
+
+@jit
+def raise_block(  # type: ignore[no-untyped-def]
+    line,
+    bias,
+    column,
+    y,
+    anchor,
+    sums,
+    constant,
+    V: tl.constexpr,
+    stride: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """A block of scores becomes f' exp(a - anchor), which without f' joins the sum of each lane."""
+    value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, TAIL)
+    raised = power(value - anchor)
+    if KIND == 2:
+        raised = tl.where(column == y, 0.0, raised)
+    sums += tl.sum(raised, axis=1)
+    if KIND != 0:
+        raised *= slope
+    if TAIL:
+        tl.store(line + column, raised.to(line.dtype.element_ty), mask=column < stride)
+    else:
+        tl.store(line + column, raised.to(line.dtype.element_ty))
+    return sums
+
+
+@jit
+def raise_rows_kernel(  # type: ignore[no-untyped-def]
+    scores,
+    bias,
+    targets,
+    maximum,
+    others,
+    target,
+    constant,
+    rows,
+    V: tl.constexpr,
+    stride: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    BLOCK: tl.constexpr = LANES * GROUP
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    row = tl.program_id(0)
+    while row < rows:
+        line = scores + row.to(tl.int64) * stride
+        y = target_of(targets, row, V)
+        own, own_slope = take(line, bias, y, V, stride, constant, KIND, BIASED, True)
+        tl.debug_barrier()
+        if KIND != 2:
+            tl.store(line + y, float("-inf"))
+            tl.debug_barrier()
+        peaks = tl.full([LANES], float("-inf"), tl.float32)
+        for start in range(0, FULL, BLOCK):
+            value, _slope = take(line, bias, start + within, V, stride, constant, KIND, BIASED, False)
+            peaks = tl.maximum(peaks, tl.max(value, axis=1))
+        if V > FULL:
+            value, _slope = take(line, bias, FULL + within, V, stride, constant, KIND, BIASED, True)
+            peaks = tl.maximum(peaks, tl.max(value, axis=1))
+        top = tl.maximum(tl.max(peaks, axis=0), own)
+        anchor = tl.where(top == float("-inf"), 0.0, top)
+        sums = tl.zeros([LANES], tl.float32)
+        for start in range(0, FULL, BLOCK):
+            sums = raise_block(
+                line, bias, start + within, y, anchor, sums, constant, V, stride, KIND, BIASED, False
+            )
+        if stride > FULL:
+            sums = raise_block(
+                line, bias, FULL + within, y, anchor, sums, constant, V, stride, KIND, BIASED, True
+            )
+        rest = tl.sum(sums, axis=0)
+        tl.store(maximum + row, top)
+        tl.store(others + row, rest)
+        tl.store(target + row, own)
+        entry = tl.where(own == float("-inf"), 0.0, -rest)
+        if KIND != 0:
+            entry *= own_slope
+        # What stands at the target's column now is wrong: its own entry comes last.
+        tl.debug_barrier()
+        tl.store(line + y, entry)
+        row += tl.num_programs(0)
+
+
+def raise_rows(scores: Tensor, bias: Tensor | None, targets: Tensor, pointwise: Pointwise) -> Statistics:
+    """Statistics of scores [R, V], which become Q * total, in place: as `score_rows` with `gradient`, but
+    with one exponential an entry. Not for fp16, which cannot hold what stands at the target."""
+    rows, V = scores.shape
+    out = Statistics(*(scores.new_empty(rows, dtype=torch.float32) for _ in range(3)))
+    if rows:
+        lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=True)
+        with on_device(scores):
+            raise_rows_kernel[(programs(rows, scores.device),)](
+                scores, scores if bias is None else bias, targets.contiguous(), *out, pointwise.constant,
+                rows, V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind], BIASED=bias is not None,
+                LANES=lanes, GROUP=group, num_warps=warps,
+            )  # fmt: skip
+    return out
 
 
 @jit
@@ -282,13 +422,13 @@ def gradient_rows_kernel(  # type: ignore[no-untyped-def]
     if SOME:
         row = tl.load(kept + number)
     line = scores + row * stride
-    y = tl.load(targets + row).to(tl.int32)
+    y = target_of(targets, row, V)
     _own, own_slope = take(line, bias, y, V, stride, constant, KIND, BIASED, True)
     # Every lane has read the target's score before it is overwritten.
     tl.debug_barrier()
     write_gradient(
         line, out + number * stride, bias, y, tl.load(maximum + row), tl.load(others + row),
-        tl.load(target + row), own_slope, constant, V, stride, KIND, BIASED, False, LANES, GROUP,
+        tl.load(target + row), own_slope, 1.0, constant, V, stride, KIND, BIASED, False, LANES, GROUP,
     )  # fmt: skip
 
 
@@ -320,109 +460,6 @@ def gradient_rows(
     return place
 
 
-@jit
-def look_kernel(targets, seen, tokens, V, ignored, IGNORES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    outside = tl.zeros([BLOCK], tl.int32)
-    left_out = tl.zeros([BLOCK], tl.int32)
-    start = 0
-    while start < tokens:
-        at = start + tl.arange(0, BLOCK)
-        target = tl.load(targets + at, mask=at < tokens, other=0)
-        outside += ((target < 0) | (target >= V)).to(tl.int32)
-        if IGNORES:
-            left_out += ((target == ignored) & (at < tokens)).to(tl.int32)
-        start += BLOCK
-    tl.store(seen, tl.sum(outside, axis=0).to(tl.int64))
-    tl.store(seen + 1, tl.sum(left_out, axis=0).to(tl.int64))
-
-
-def look_at_targets(targets: Tensor, V: int, ignore_index: int | None) -> Tensor:
-    """As `targets.look` has it."""
-    seen = targets.new_empty(2, dtype=torch.int64)
-    with on_device(targets):
-        look_kernel[(1,)](
-            targets.contiguous(), seen, targets.shape[0], V, ignore_index or 0,
-            IGNORES=ignore_index is not None, BLOCK=4096, num_warps=8,
-        )  # fmt: skip
-    return seen
-
-
-@jit
-def mix_rows_kernel(  # type: ignore[no-untyped-def]
-    maximum,
-    others,
-    target,
-    log_prior,
-    nll,
-    share,
-    tokens,
-    K,
-    COMPONENTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    k = tl.arange(0, COMPONENTS)
-    here = (token < tokens)[:, None] & (k < K)[None, :]
-    at = token[:, None] * K + k[None, :]
-    top = tl.load(maximum + at, mask=here, other=0.0)
-    rest = tl.load(others + at, mask=here, other=1.0)
-    own = tl.load(target + at, mask=here, other=0.0)
-    prior = tl.load(log_prior + at, mask=here, other=float("-inf"))
-    gap = tl.where(own == float("-inf"), own, own - top)
-    # Where the target is the maximum, log(1 + S), by its series where S is small; elsewhere S is at least 1.
-    series = rest * (1.0 - rest * (0.5 - rest * (1.0 / 3.0 - rest * (0.25 - rest * 0.2))))
-    sure = tl.where(rest < 0.02, series, tl.log(1.0 + rest))
-    row = tl.where(gap == 0.0, sure, tl.log(rest + tl.exp(gap)) - gap)
-    joint = prior - row
-    peak = tl.max(joint, axis=1)
-    anchor = tl.where(peak == float("-inf"), 0.0, peak)
-    parts = tl.exp(joint - anchor[:, None])
-    total = tl.sum(parts, axis=1)
-    tl.store(nll + token, -(anchor + tl.log(total)), mask=token < tokens)
-    # A token that no component can emit has no posterior: its shares are 0.
-    parts = tl.where(peak[:, None] == float("-inf"), 0.0, parts / total[:, None])
-    tl.store(share + at, parts, mask=here)
-
-
-def mix_rows(statistics: Statistics, log_prior: Tensor, nll: Tensor) -> Tensor:
-    """`statistics.posterior` of rows [tokens * K]: losses into nll [tokens], shares [tokens, K] out."""
-    tokens, K = log_prior.shape
-    share = torch.empty_like(log_prior, memory_format=torch.contiguous_format)
-    if tokens:
-        components = triton.next_power_of_2(K)
-        block = max(1, 1024 // components)
-        with on_device(log_prior):
-            mix_rows_kernel[(-(-tokens // block),)](
-                *statistics, log_prior.contiguous(), nll, share, tokens, K,
-                COMPONENTS=components, TOKENS=block, num_warps=4,
-            )  # fmt: skip
-    return share
-
-
-@jit
-def scale_rows_kernel(x, factor, out, width, length, SINGLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < length
-    if SINGLE:  # noqa: SIM108 - a ternary would be an expression of both
-        scale = tl.load(factor)
-    else:
-        scale = tl.load(factor + at // width, mask=inside, other=0.0)
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-
-
-def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """As `scaling.py` has it, for contiguous tensors."""
-    length = x.numel()
-    if length:
-        width = length // x.shape[0] if factor.ndim else 1
-        with on_device(x):
-            scale_rows_kernel[(-(-length // SCALED),)](
-                x, factor, out, width, length, SINGLE=factor.ndim == 0, BLOCK=SCALED, num_warps=8
-            )
-    return out
-
-
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
@@ -451,21 +488,25 @@ def score_rows(
     *,
     gradient: bool,
     late: bool = False,
+    alone: tuple[Tensor, Tensor] | None = None,
 ) -> Statistics:
     """Statistics of scores [R, V]; with `gradient` the scores become Q, in place.
 
     scores may have padded rows, whose padding is overwritten; bias is fp32, as long as the stride and -inf
-    beyond V. `late` leaves 0 at the target.
+    beyond V. `late` leaves 0 at the target. `alone`, for rows that are tokens by themselves, is (log prior,
+    losses), [R] each in fp32: the losses are filled in, and Q is 0 where one is infinite.
     """
     rows, V = scores.shape
     out = Statistics(*(scores.new_empty(rows, dtype=torch.float32) for _ in range(3)))
     if rows == 0:
         return out
     lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=gradient)
+    log_prior, nll = (out.maximum, out.maximum) if alone is None else alone
     with on_device(scores):
         score_rows_kernel[(programs(rows, scores.device) if gradient else rows,)](
-            scores, scores if bias is None else bias, targets.contiguous(), *out, pointwise.constant, rows,
-            V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind], BIASED=bias is not None,
-            GRADIENT=gradient, LATE=late, LANES=lanes, GROUP=group, num_warps=warps,
+            scores, scores if bias is None else bias, targets.contiguous(), *out, log_prior, nll,
+            pointwise.constant, rows, V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind],
+            BIASED=bias is not None, GRADIENT=gradient, LATE=late, ALONE=alone is not None, LANES=lanes,
+            GROUP=group, num_warps=warps,
         )  # fmt: skip
     return out

@@ -7,6 +7,8 @@ then W and the buffer's rows are padded to the plan's stride.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -19,6 +21,8 @@ from fullrank.ops.pointwise import Evaluated, Identity, Pointwise
 from fullrank.ops.reference import compute_dtype
 from fullrank.ops.statistics import Statistics, posterior
 from fullrank.ops.targets import capturing
+
+log = logging.getLogger(__name__)
 
 
 class Vocabulary:
@@ -49,7 +53,8 @@ class Vocabulary:
         self.pointwise = pointwise
         self.plan = plan
         self.wide = compute_dtype(product)
-        self.buffer = self.weight.new_empty(plan.tokens * K * plan.stride)
+        self.buffer = self.weight.new_empty(plan.buffers, plan.tokens * K * plan.stride)
+        self.slot = 0
         self.bias = None if bias is None else bias.to(self.wide)
         self.masked: Tensor | None = None
         self.kernel_bias: Tensor | None = None
@@ -81,46 +86,65 @@ class Vocabulary:
         if self.plan.kernel:
             torch.mm(rows, self.weight.t(), out=self.kept_scores(rows.shape[0]))
             return self.kept_scores(rows.shape[0])[:, : self.V]
-        scores = self.buffer[: rows.shape[0] * (stop - start)].view(rows.shape[0], stop - start)
+        scores = self.buffer[0, : rows.shape[0] * (stop - start)].view(rows.shape[0], stop - start)
         return torch.mm(rows, self.weight[start:stop].t(), out=scores)
 
-    def kept_scores(self, rows: int) -> Tensor:
-        """[rows, V], and with the kernel the padding behind."""
-        return self.buffer[: rows * self.plan.stride].view(rows, self.plan.stride)
+    def kept_scores(self, rows: int, slot: int | None = None) -> Tensor:
+        """[rows, V], and with the kernel the padding behind; of the chunk that is at work, or of another
+        slot's."""
+        buffer = self.buffer[self.slot if slot is None else slot]
+        return buffer[: rows * self.plan.stride].view(rows, self.plan.stride)
 
-    def run_kernel(self, scores: Tensor, targets: Tensor, *, gradient: bool, late: bool) -> Statistics:
-        """All elementwise work of a kept chunk: its statistics and, with `gradient`, Q in the buffer."""
+    def run_kernel(
+        self,
+        scores: Tensor,
+        targets: Tensor,
+        *,
+        gradient: bool,
+        late: bool,
+        alone: tuple[Tensor, Tensor] | None = None,
+        lacking: bool = False,
+    ) -> Statistics:
+        """All elementwise work of a kept chunk: its statistics and, with `gradient`, Q in the buffer, times
+        `total` where that may be `lacking`."""
         # Not before it is needed: Triton takes its time to load and is not everywhere.
         from fullrank.ops import triton
 
+        if gradient and lacking:
+            return triton.raise_rows(scores, self.kernel_bias, targets, self.pointwise)
         return triton.score_rows(
-            scores, self.kernel_bias, targets, self.pointwise, gradient=gradient, late=late
+            scores, self.kernel_bias, targets, self.pointwise, gradient=gradient, late=late, alone=alone
         )
 
     def finish_kernel(
         self,
         targets: Tensor,
         statistics: Statistics,
+        slot: int,
         *,
         kept: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Q of a chunk whose scores and statistics are known: in the buffer, or of kept rows in `out`."""
+        """Q of a chunk whose scores and statistics are known: in its buffer, or of kept rows in `out`."""
         from fullrank.ops import triton
 
-        scores = self.kept_scores(targets.shape[0])[:, : self.V]
+        scores = self.kept_scores(targets.shape[0], slot)[:, : self.V]
         return triton.gradient_rows(
             scores, self.kernel_bias, targets, self.pointwise, statistics, kept=kept, out=out
         )
 
-    def mix(self, log_prior: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Losses [tokens] and posterior shares [tokens, K] of a chunk's rows."""
+    def mix(
+        self, log_prior: Tensor, statistics: Statistics, nll: Tensor, *, lacking: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Losses into nll [tokens]; posterior shares [tokens, K] of a chunk's rows, and the same with what a
+        kernel left lacking."""
         if not self.plan.kernel:
-            return posterior(log_prior, statistics.nll.view(log_prior.shape))
-        from fullrank.ops import triton
+            loss, share = posterior(log_prior, statistics.nll.view(log_prior.shape))
+            nll.copy_(loss)
+            return share, share
+        from fullrank.ops import row_kernels
 
-        nll = log_prior.new_empty(log_prior.shape[0])
-        return nll, triton.mix_rows(statistics, log_prior, nll)
+        return row_kernels.mix_rows(statistics, log_prior, nll, lacking=lacking)
 
     def gradient_of_rows(self, rows: Tensor) -> Tensor:
         """Room for Q W of a chunk: summed over blocks of the vocabulary it is kept in the wide dtype."""
@@ -160,9 +184,8 @@ class Vocabulary:
             scores.copy_(tile.div_(total[:, None]))
 
     def lacking(self, total: Tensor) -> Tensor:
-        """What a row's factor still has to bring to make the buffer Q."""
-        unfinished = self.buffer.dtype == self.wide and not self.plan.kernel
-        return 1.0 / total if unfinished else torch.ones_like(total)
+        """What a row's factor still has to bring to make the buffer Q, where tiles filled it."""
+        return 1.0 / total if self.buffer.dtype == self.wide else torch.ones_like(total)
 
 
 def vocabulary_for(
@@ -180,16 +203,18 @@ def vocabulary_for(
     """W, b and f with a plan for rows [N, ..., D] of K a token."""
     V, D = weight.shape
     bytes_ = default_workspace(rows.device) if workspace is None else workspace
+    kernel = kernel_serves(impl, rows, pointwise, stats=stats)
     plan = make_plan(
         N=rows.shape[0], K=K, D=D, V=V, product=rows.dtype, device=rows.device,
-        tile_buffers=pointwise.tile_buffers, workspace=bytes_,
-        kernel=kernel_serves(impl, rows, pointwise, stats=stats), skip=skip,
+        tile_buffers=pointwise.tile_buffers, workspace=bytes_, kernel=kernel, skip=skip,
     )  # fmt: skip
-    if impl == "triton" and not plan.kernel:
-        raise FullrankError(
-            f"impl='triton' cannot serve here: a workspace of {bytes_} bytes does not hold all V={V} scores "
-            "of enough rows; pass a larger workspace or impl='auto'"
-        )
+    if kernel and not plan.kernel:
+        small = f"a workspace of {bytes_} bytes does not hold all V={V} scores of enough rows"
+        if impl == "triton":
+            raise FullrankError(
+                f"impl='triton' cannot serve here: {small}; pass a larger workspace or impl='auto'"
+            )
+        say_slower(small)
     return Vocabulary(weight, bias, pointwise, product=rows.dtype, plan=plan, K=K)
 
 
@@ -206,4 +231,12 @@ def kernel_serves(impl: str, rows: Tensor, pointwise: Pointwise, *, stats: bool 
         raise FullrankError(
             f"impl='triton' cannot serve here: {obstacle}; pass impl='auto' for any path that can"
         )
+    if obstacle is not None and not stats:
+        say_slower(obstacle)
     return obstacle is None
+
+
+@functools.cache
+def say_slower(obstacle: str) -> None:
+    """Once for every reason."""
+    log.warning("on CUDA without its kernels, slower with the same results: %s", obstacle)
