@@ -87,13 +87,15 @@ def by_trunk(given: dict[str, Tensor], **options) -> Tensor:
     )  # fmt: skip
 
 
-def compare(inputs: dict[str, Tensor], dtype: torch.dtype, *, how: dict, **options) -> None:
+def compare(
+    inputs: dict[str, Tensor], dtype: torch.dtype, *, how: dict, bound: float | None = None, **options
+) -> None:
     """Loss and every gradient against the definition in fp64 on the same rounded inputs."""
     mine = leaves(inputs, dtype)
     exact = leaves({name: tensor.detach() for name, tensor in mine.items()}, torch.float64)
     loss = by_trunk(mine, **how, **options)
     want = by_rows(exact, **options)
-    bound = TOLERANCE[dtype]
+    bound = TOLERANCE[dtype] if bound is None else bound
     torch.testing.assert_close(loss.double(), want, rtol=bound, atol=bound)
     upstream = torch.ones_like(loss) if loss.ndim else torch.tensor(1.7, dtype=loss.dtype, device=loss.device)
     loss.backward(upstream)
@@ -204,6 +206,75 @@ def test_kernels(sizes):
     compare(inputs, torch.float16, how={"impl": "triton"})
     del inputs["bias"]
     compare(inputs, torch.float16, how={"impl": "triton"}, reduction="sum")
+
+
+@interpreter
+@pytest.mark.parametrize("what", ["first masked", "all far above the first", "all far below", "one entry"])
+def test_kernels_find_the_maximum_where_the_first_entries_do_not_tell(what):
+    """Sums are relative to the first 64 entries: the others may be anywhere."""
+    inputs = problem(N=6, V=1 if what == "one entry" else 200)
+    if what == "first masked":
+        inputs["bias"][:80] = -torch.inf
+        inputs["bias"][80:] += 100.0
+        inputs["targets"][:] = torch.arange(80, 86)
+    elif what == "all far above the first":
+        inputs["bias"][100:] += 100.0
+    elif what == "all far below":
+        inputs["bias"][3:] -= 100.0
+    # Near 100 fp16 knows a score to 1/32.
+    compare(inputs, torch.float16, how={"impl": "triton"}, bound=0.02)
+
+
+def compiled_equals_eager(inputs: dict[str, Tensor], dtype: torch.dtype, **how) -> None:
+    torch.compiler.reset()
+    mine, other = leaves(inputs, dtype), leaves(inputs, dtype)
+    compiled = torch.compile(by_trunk, fullgraph=True, **how)
+    for given, call in ((mine, compiled), (other, by_trunk)):
+        call(given).backward()
+    for name in NAMES:
+        torch.testing.assert_close(mine[name].grad, other[name].grad, rtol=1e-2, atol=1e-6)
+
+
+def test_a_compiler_takes_it_whole():
+    compiled_equals_eager(problem(), torch.float64, backend="aot_eager")
+
+
+@pytest.mark.gpu
+def test_cuda_a_compiler_takes_it_whole():
+    compiled_equals_eager(problem(N=64, shared=64, r=16, V=500, device="cuda"), torch.bfloat16)
+
+
+@interpreter
+def test_kernels_on_ignored_tokens_that_nobody_expected(monkeypatch):
+    inputs = problem(N=9)
+    inputs["targets"][[0, 4, 8]] = -100
+    found = []
+    for since in (0, 100):
+        monkeypatch.setattr("fullrank.ops.targets._calls_since", since)
+        mine = leaves(inputs, torch.float16)
+        by_trunk(mine, impl="triton").backward()
+        found.append(mine)
+    for name in NAMES:
+        assert torch.equal(found[0][name].grad, found[1][name].grad), name
+    inputs["targets"][4] = 1 << 40
+    monkeypatch.setattr("fullrank.ops.targets._calls_since", 100)
+    with pytest.raises(FullrankError, match="is outside the vocabulary"):
+        by_trunk(leaves(inputs, torch.float16), impl="triton")
+
+
+@interpreter
+def test_kernels_on_a_row_without_entries():
+    """Every entry masked for a token that has nothing: infinite loss, no gradient, and no harm to others."""
+    inputs = problem(N=5, V=90)
+    inputs["bias"][10:] = -torch.inf
+    inputs["targets"][:] = torch.tensor([1, 2, 50, 4, 5])
+    mine = leaves(inputs, torch.float16)
+    loss = by_trunk(mine, impl="triton", reduction="sum")
+    assert loss == torch.inf
+    loss.backward()
+    assert all(mine[name].grad.isfinite().all() for name in NAMES)
+    assert not mine["private"].grad[2].any()
+    assert mine["private"].grad[1].any()
 
 
 @interpreter

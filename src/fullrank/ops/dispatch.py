@@ -66,7 +66,7 @@ def linear_logprob(
     if impl == "reference":
         autograd.check_targets(targets, weight.shape[0], None)
         return reference.linear_logprob(rows, weight.to(product), targets, bias=bias, pointwise=pointwise)
-    target, lse, *_ = autograd.rows_statistics(
+    target, lse, *_ = autograd.rows_losses(
         rows, weight, targets.long(), bias, pointwise.trained, pointwise.kind, pointwise.constant, None,
         needs_of(rows, None, weight, bias, pointwise), workspace, impl,
     )  # fmt: skip
@@ -91,7 +91,7 @@ def linear_nll(
     check_rows(rows, weight, targets, bias)
     check_implementation(impl)
     rows = rows.to(product_dtype(rows, weight))
-    _, lse, nll, *_ = autograd.rows_statistics(
+    _, lse, nll, *_ = autograd.rows_losses(
         rows, weight, targets.long(), bias, pointwise.trained, pointwise.kind, pointwise.constant, None,
         needs_of(rows, None, weight, bias, pointwise), workspace, impl,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def mixture_nll(
     function = (pointwise.trained, pointwise.kind, pointwise.constant)
 
     def evaluate(mean: bool, stats: bool, needs: Needs) -> tuple[Tensor, TokenStats]:
-        loss, *stat, _, _, _, _, _, _ = autograd.mixture(
+        loss, *stat, _, _, _, _, _, _ = autograd.mixture_loss(
             rows, log_prior, weight, targets.long(), bias, token_weight, *function, mean, ignore_index,
             stats, needs, workspace, impl, float(row_skip),
         )  # fmt: skip
@@ -206,7 +206,7 @@ def mixture_nll(
                 loss = torch.where(targets != ignore_index, loss * token_weight.to(loss.dtype), 0.0)
         return (loss, stats) if return_stats else loss
     else:
-        _, _, row_nll, *_ = autograd.rows_statistics(
+        _, _, row_nll, *_ = autograd.rows_losses(
             rows.flatten(0, 1), weight, targets.long().repeat_interleave(rows.shape[1]), bias, *function,
             ignore_index, needs, workspace, impl,
         )  # fmt: skip
@@ -257,7 +257,7 @@ def trunk_nll(
     check_reduction(targets, reduction, token_weight)
     check_implementation(impl)
     needs = needs_of(trunk, log_prior, weight, bias, IDENTITY)
-    needs = needs._replace(rows=needs.rows or (private.requires_grad and torch.is_grad_enabled()))
+    needs = Needs(needs.rows or (private.requires_grad and torch.is_grad_enabled()), *needs[1:])
     product = product_dtype(trunk, weight)
     unserved = impl == "auto" and not trunk_serves(trunk.device, product, private.shape[2])
     if impl == "reference" or unserved or (reduction == "none" and any(needs)) or trunk.shape[1] == 0:
@@ -266,7 +266,7 @@ def trunk_nll(
             rows, log_prior, weight, targets, bias=bias, reduction=reduction, token_weight=token_weight,
             ignore_index=ignore_index, workspace=workspace, impl=impl,
         )  # fmt: skip
-    loss, nll, *_ = autograd.trunk_mixture(
+    loss, nll, *_ = autograd.trunk_loss(
         trunk.to(product), private.to(product), log_prior, weight, targets.long(), bias, token_weight,
         reduction == "mean", ignore_index, needs, workspace, impl,
     )  # fmt: skip

@@ -9,8 +9,8 @@ as in `tiles.py`,
     d trunk = (sum_k g_k Q_k) W_t           d W_t = (sum_k g_k Q_k)^T trunk
 
 Keeping K x V scores of a token would cost what the sharing saves, so the gradient makes s_k again, for r / D
-of a product. In products of the softmax's size: 3 (D - r) / D + 4 K r / D, and one K r / D more with the
-kernels of `trunk_kernels.py`, which go over the scores twice; a mixture of unshared rows takes 3 K.
+of a product. In products of the softmax's size: 3 (D - r) / D + 4 K r / D; a mixture of unshared rows takes
+3 K.
 
 Only the identity for f, and only losses whose weight is known in the forward pass: `dispatch.py` gives
 everything else to the mixture of whole rows.
@@ -18,7 +18,7 @@ everything else to the mixture of whole rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +34,8 @@ from fullrank.ops.products import add_wide
 from fullrank.ops.reference import compute_dtype
 from fullrank.ops.scaling import scale_rows
 from fullrank.ops.statistics import Statistics, posterior
-from fullrank.ops.targets import Asked
+from fullrank.ops.targets import Asked, Counted
+from fullrank.ops.vocabulary import say_slower
 
 
 @dataclass
@@ -50,13 +51,18 @@ class TrunkForward:
     d_bias: Tensor | None
 
 
+@torch.compiler.assume_constant_result
 def trunk_serves(device: torch.device, product: torch.dtype, private: int) -> bool:
-    """Whether this pass is the fast one: on a processor always, on CUDA with its kernels."""
+    """Whether this pass is the fast one: on a processor always, on CUDA with its kernels. A compiler asks
+    and does not look inside."""
     if device.type != "cuda":
         return True
     from fullrank.ops import trunk_kernels
 
-    return trunk_kernels.obstacle(device, product, private) is None
+    obstacle = trunk_kernels.obstacle(device, product, private)
+    if obstacle is not None:
+        say_slower(f"{obstacle}; trunk goes as K whole rows")
+    return obstacle is None
 
 
 def kernels_for(impl: str, trunk: Tensor, private: int) -> ModuleType | None:
@@ -98,19 +104,20 @@ class TrunkVocabulary:
         self.wide = compute_dtype(product)
         self.entries = -(-self.V // kernels.STRIDE) * kernels.STRIDE if kernels else self.V
         more = self.entries - self.V
-        # Copies: products want rows that lie side by side, and the kernels' are padded.
-        self.shared, self.private = (
-            functional.pad(part.to(product), (0, 0, 0, more)).contiguous()
-            for part in (weight[:, :shared], weight[:, shared:])
-        )
+        weight = weight.to(product)
+        if more or weight.stride(1) != 1:
+            weight = functional.pad(weight, (0, 0, 0, more)).contiguous()
+        # Products take rows that lie apart, the kernels do not.
+        self.shared, self.private = weight[:, :shared], weight[:, shared:].contiguous()
         self.bias = None if bias is None else functional.pad(bias.to(self.wide), (0, more), value=-torch.inf)
 
-    def work_on(self, chunk: Chunk, scores: Tensor) -> Any:
-        """The chunk with its trunk's scores [T, entries] in the hands of the kernels, or of torch."""
+    def work_on(self, chunk: Chunk, scores: Tensor, d_private: Tensor | None) -> Any:
+        """The chunk with its trunk's scores [T, entries] in the hands of the kernels, or of torch; d_private
+        [T, K, r] takes the gradient of the private parts."""
         if self.kernels is None:
-            return TorchScores(self, chunk, scores)
+            return TorchScores(self, chunk, scores, d_private)
         return self.kernels.Scores(
-            scores, chunk.private, self.private, self.bias, chunk.targets.contiguous(), self.V
+            scores, chunk.private, self.private, self.bias, chunk.targets.contiguous(), self.V, d_private
         )
 
     def chunk_tokens(self, N: int, K: int, workspace: int, device: torch.device) -> int:
@@ -144,38 +151,67 @@ def trunk_forward(
 ) -> TrunkForward:
     """trunk [N, D - r], private [N, K, r], log_prior [N, K]; `needs.rows` is for both parts of the rows."""
     N, K, r = private.shape
-    shared, wide = trunk.shape[1], compute_dtype(trunk.dtype)
+    shared = trunk.shape[1]
     kernels = kernels_for(impl, trunk, r)
     vocabulary = TrunkVocabulary(weight, bias, shared, product=trunk.dtype, kernels=kernels)
     bytes_ = default_workspace(trunk.device) if workspace is None else workspace
     size = vocabulary.chunk_tokens(N, K, bytes_, trunk.device)
     buffer = trunk.new_empty(size, vocabulary.entries)
-    ahead = kernels is not None and asked.all_expected
-    if ahead:
-        # The device works on this product while the host waits for what it saw of the targets.
-        torch.mm(trunk[:size], vocabulary.shared.t(), out=buffer[: min(N, size)])
+
+    def run(counted: Counted) -> TrunkForward:
+        return over_chunks(
+            vocabulary, buffer, trunk, private, log_prior, token_weight, counted, needs=needs, room=bytes_
+        )
+
+    if kernels is None or not asked.all_expected:
+        return run(asked.answer())
+    # As if no token were ignored, before the host has looked: the device need not wait for that.
+    expected = asked.expected()
+    out = run(replace(expected, targets=expected.targets.clamp(0, vocabulary.V - 1)))
+    if asked.answer().positions is None:
+        return out
+    del out
+    return run(asked.answer())
+
+
+def over_chunks(
+    vocabulary: TrunkVocabulary,
+    buffer: Tensor,
+    trunk: Tensor,
+    private: Tensor,
+    log_prior: Tensor,
+    token_weight: Tensor | None,
+    counted: Counted,
+    *,
+    needs: Needs,
+    room: int,
+) -> TrunkForward:
+    """The pass over the tokens that count; buffer [tokens, entries] is for the scores of a chunk."""
+    N, K, r = private.shape
+    shared, wide = trunk.shape[1], vocabulary.wide
 
     def zeros(*shape: int) -> Tensor:
         return trunk.new_zeros(shape, dtype=wide)
 
-    d_shared, d_owned = (
-        (zeros(vocabulary.entries, shared), zeros(vocabulary.entries, r)) if needs.weight else (None, None)
-    )
+    d_weight = zeros(vocabulary.entries, shared + r) if needs.weight else None
+    d_shared, d_owned = (None, None) if d_weight is None else (d_weight[:, :shared], d_weight[:, shared:])
     out = TrunkForward(
         nll=zeros(N),
         d_trunk=torch.zeros_like(trunk) if needs.rows else None,
         d_private=torch.zeros_like(private) if needs.rows else None,
         d_prior=zeros(N, K) if needs.prior else None,
-        d_weight=None,
+        d_weight=None if d_weight is None else d_weight[: vocabulary.V],
         d_bias=zeros(vocabulary.entries) if needs.bias else None,
     )
-    counted = asked.answer()
-    for number, index in enumerate(pieces(N, counted.positions, size)):
+    for index in pieces(N, counted.positions, buffer.shape[0]):
         chunk = Chunk(trunk[index], private[index].contiguous(), counted.targets[index])
         scores = buffer[: chunk.trunk.shape[0]]
-        if not (ahead and number == 0 and counted.positions is None):
-            torch.mm(chunk.trunk, vocabulary.shared.t(), out=scores)
-        work = vocabulary.work_on(chunk, scores)
+        torch.mm(chunk.trunk, vocabulary.shared.t(), out=scores)
+        in_place = isinstance(index, slice)
+        d_private: Tensor | None = None
+        if out.d_private is not None:
+            d_private = out.d_private[index] if in_place else torch.empty_like(chunk.private)
+        work = vocabulary.work_on(chunk, scores, d_private)
         statistics: Statistics = work.statistics()
         prior = log_prior[index].to(wide)
         out.nll[index], share = posterior(prior, statistics.nll)
@@ -187,13 +223,7 @@ def trunk_forward(
         # A row that is masked from end to end has no normaliser.
         lse = torch.where(statistics.total == 0, 0.0, statistics.lse)
         entry = statistics.deficit / torch.where(statistics.total == 0, 1.0, statistics.total)
-        in_place = isinstance(index, slice)
-        d_private: Tensor | None = None
-        if out.d_private is not None:
-            d_private = out.d_private[index] if in_place else torch.empty_like(chunk.private)
-        summed: Tensor = work.gradients(
-            lse, entry, factor.contiguous(), d_private=d_private, d_weight=d_owned
-        )
+        summed: Tensor = work.gradients(lse, entry, factor.contiguous(), d_weight=d_owned)
         if out.d_trunk is not None and out.d_private is not None and d_private is not None:
             if in_place:
                 torch.mm(summed, vocabulary.shared, out=out.d_trunk[index])
@@ -202,12 +232,10 @@ def trunk_forward(
                 out.d_trunk[index] = torch.mm(summed, vocabulary.shared)
         if d_shared is not None:
             add_wide(
-                d_shared, summed.t(), chunk.trunk, step=max(1, bytes_ // (8 * shared * (wide.itemsize + 2)))
+                d_shared, summed.t(), chunk.trunk, step=max(1, room // (8 * shared * (wide.itemsize + 2)))
             )
         if out.d_bias is not None:
             out.d_bias += summed.sum(0, dtype=wide)
-    if d_shared is not None and d_owned is not None:
-        out.d_weight = torch.cat([d_shared[: vocabulary.V], d_owned[: vocabulary.V]], dim=1)
     if out.d_bias is not None:
         out.d_bias = out.d_bias[: vocabulary.V]
     return out
@@ -216,8 +244,10 @@ def trunk_forward(
 class TorchScores:
     """A chunk with torch alone, one component after the other; `trunk_kernels.Scores` does the same."""
 
-    def __init__(self, vocabulary: TrunkVocabulary, chunk: Chunk, scores: Tensor) -> None:
-        self.vocabulary, self.chunk = vocabulary, chunk
+    def __init__(
+        self, vocabulary: TrunkVocabulary, chunk: Chunk, scores: Tensor, d_private: Tensor | None
+    ) -> None:
+        self.vocabulary, self.chunk, self.d_private = vocabulary, chunk, d_private
         self.scores = scores.to(vocabulary.wide)
         if vocabulary.bias is not None:
             self.scores += vocabulary.bias
@@ -238,15 +268,7 @@ class TorchScores:
             parts.append(Statistics(maximum, others, target))
         return Statistics(*(torch.stack(column, 1) for column in zip(*parts, strict=True)))
 
-    def gradients(
-        self,
-        lse: Tensor,
-        entry: Tensor,
-        factor: Tensor,
-        *,
-        d_private: Tensor | None,
-        d_weight: Tensor | None,
-    ) -> Tensor:
+    def gradients(self, lse: Tensor, entry: Tensor, factor: Tensor, *, d_weight: Tensor | None) -> Tensor:
         """Fills d_private, adds to d_weight [V, r], returns the gradient of the trunk's scores."""
         y, vocabulary = self.chunk.targets[:, None], self.vocabulary
         summed = torch.zeros_like(self.scores)
@@ -254,9 +276,9 @@ class TorchScores:
             own = self.chunk.private[:, k]
             s = self.component(k).sub_(lse[:, k, None]).exp_().scatter_(1, y, entry[:, k, None])
             q, g = s.to(own.dtype), factor[:, k].contiguous()
-            if d_private is not None:
+            if self.d_private is not None:
                 part = torch.mm(q, vocabulary.private)
-                d_private[:, k] = scale_rows(part, g, out=part)
+                self.d_private[:, k] = scale_rows(part, g, out=part)
             if d_weight is not None:
                 scaled = scale_rows(own, g, out=torch.empty_like(own, memory_format=torch.contiguous_format))
                 add_wide(d_weight, q.t(), scaled, step=vocabulary.V)

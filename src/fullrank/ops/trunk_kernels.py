@@ -1,15 +1,18 @@
-"""Three kernels for K rows that share a trunk: the K x V scores exist in registers alone.
+"""Kernels for K rows that share a trunk: the K x V scores exist in registers alone.
 
 With the trunk's scores z [T, V] in memory, private parts p_k [T, r] and their columns of W, w [V, r],
 
-    s_k = z + p_k w^T                   one small product on the way, [tokens, entries]
-    statistics     maximum, sum without the target and target score of every s_k
-    private parts  g_k Q_k w, with Q_k = exp(s_k - lse_k), and -S_k / total_k at the target
-    vocabulary     sum_k (g_k Q_k)^T p_k, and in place of z the trunk's gradient sum_k g_k Q_k
+    s_k = z + p_k w^T   one small product on the way, [tokens, entries]
+    rows                sum_v exp(s_kv) and sum_v exp(s_kv) w_v without the target, in parts of V
+    finish              from these normaliser and target score of every s_k, and Q_k w with
+                        Q_k = exp(s_k - lse_k), and -S_k / total_k at the target
+    vocabulary          sum_k (g_k Q_k)^T p_k, and in place of z the trunk's gradient sum_k g_k Q_k
 
-as flash attention does it: the first two take a block of tokens and a component and go over V, the third
-takes a block of V and goes over tokens and components. z is read K times from the second-level cache, because
-the K programs of a block of tokens are neighbours. All arithmetic is fp32, products take the narrow dtype.
+`rows` is flash attention with w for keys and values: a block of tokens and a component go over V.
+`vocabulary` takes a block of V and goes over tokens and components. All arithmetic is fp32, products take the
+narrow dtype. Each makes 2 K r / D of a product and K V exponentials a token, and on an H200 the one does not
+overlap the other as well as it should: blocks and registers are such that three or four programs share a
+multiprocessor.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fullrank.ops.scaling import scale_rows
 from fullrank.ops.statistics import Statistics
 from fullrank.ops.triton import interpreted, jit, on_device, properties, tl, triton
 
@@ -33,6 +37,8 @@ class Blocks(NamedTuple):
     entries: int
     warps: int
     stages: int
+    registers: int | None = None
+    """What a thread may have: with fewer, more programs share a multiprocessor."""
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, private: int) -> str | None:
@@ -52,9 +58,26 @@ def obstacle(device: torch.device, dtype: torch.dtype, private: int) -> str | No
 
 # By the padded width of the private parts; entries divide the stride.
 STRIDE = 128
-STATISTICS = {64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 3)}
-PRIVATE = {64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 3)}
-VOCABULARY = {64: Blocks(64, 64, 4, 4), 128: Blocks(64, 64, 4, 3)}
+ROWS = {64: Blocks(64, 64, 4, 3, 128), 128: Blocks(64, 128, 4, 3)}
+VOCABULARY = {64: Blocks(32, 64, 4, 4, 168), 128: Blocks(64, 64, 4, 3)}
+
+
+# Rows that a program finishes.
+FINISHED = 16
+
+
+def parts_of(programs: int, steps: int, cut: Blocks, device: torch.device) -> int:
+    """Into how many parts of V the work of a program is cut, so that few multiprocessors wait for the last
+    programs: of 1, 2 and 4, as far as the steps can be divided."""
+    if device.type != "cuda":
+        return 2 - steps % 2
+    resident = 65536 // ((cut.registers or 255) * cut.warps * 32)
+    room = int(properties(device).multi_processor_count) * max(1, resident)
+
+    def rounds(parts: int) -> float:
+        return -(-programs * parts // room) / parts
+
+    return min((parts for parts in (1, 2, 4) if steps % parts == 0), key=lambda parts: (rounds(parts), parts))
 
 
 def blocks(table: dict[int, Blocks], width: int) -> Blocks:
@@ -65,93 +88,180 @@ LOG2E = 1.4426950408889634
 
 
 @jit
-def statistics_kernel(  # type: ignore[no-untyped-def]
+def in_registers(x, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x as it is: Triton takes a product's left side from registers where that is the result of a product,
+    which spares the shared memory one of two readings."""
+    d = tl.arange(0, WIDTH)
+    return tl.dot(x, (d[:, None] == d[None, :]).to(x.dtype)).to(x.dtype)
+
+
+@jit
+def highest_scores(  # type: ignore[no-untyped-def]
+    p,
+    z_places,
+    w_places,
+    inside,
+    stop: tl.constexpr,
+    r: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """The maximum of s over the first entries."""
+    peaks = tl.full([TOKENS], float("-inf"), tl.float32)
+    for start in range(0, stop, ENTRIES):
+        w = tl.load(w_places + start * r, mask=inside, other=0.0)
+        s = tl.dot(p, tl.trans(w), tl.load(z_places + start).to(tl.float32))
+        peaks = tl.maximum(peaks, tl.max(s, axis=1))
+    return peaks
+
+
+@jit
+def sum_scores(  # type: ignore[no-untyped-def]
+    p,
+    z_places,
+    w_places,
+    inside,
+    anchor,
+    log2e,
+    r: tl.constexpr,
+    stop: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """sum_v exp(s_v - anchor) over the first entries and, with GRADIENT, sum_v exp(s_v - anchor) w_v."""
+    sums = tl.zeros([TOKENS], tl.float32)
+    total = tl.zeros([TOKENS, WIDTH], tl.float32)
+    low = (anchor * log2e)[:, None]
+    # Triton fetches ahead what a product multiplies, w, but not what it adds to: z is fetched by hand.
+    ahead = tl.load(z_places)
+    for start in range(0, stop, ENTRIES):
+        w = tl.load(w_places + start * r, mask=inside, other=0.0)
+        z = ahead.to(tl.float32)
+        ahead = tl.load(z_places + tl.minimum(start + ENTRIES, stop - ENTRIES))
+        e = tl.exp2(tl.dot(p, tl.trans(w), z) * log2e - low)
+        sums += tl.sum(e, axis=1)
+        if GRADIENT:
+            total = tl.dot(e.to(w.dtype), w, total)
+    return sums, total
+
+
+@jit
+def rows_kernel(  # type: ignore[no-untyped-def]
     trunk,
+    private,
+    weight,
+    anchors,
+    sums_out,
+    totals,
+    tokens,
+    log2e,
+    r: tl.constexpr,
+    K: tl.constexpr,
+    stride: tl.constexpr,
+    PARTS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    LENGTH: tl.constexpr = stride // PARTS
+    k = tl.program_id(0) % K
+    part = tl.program_id(0) // K % PARTS
+    m = tl.program_id(0) // (K * PARTS) * TOKENS + tl.arange(0, TOKENS)
+    here = m < tokens
+    m = tl.where(here, m, 0)
+    d = tl.arange(0, WIDTH)
+    inside = (d < r)[None, :]
+    column = part * LENGTH + tl.arange(0, ENTRIES)
+    p = tl.load(private + (m * K + k)[:, None] * r + d[None, :], mask=inside, other=0.0)
+    z_places = trunk + m.to(tl.int64)[:, None] * stride + column[None, :]
+    w_places = weight + column[:, None] * r + d[None, :]
+    # Sums relative to the maximum of the first entries are as exact as to that of all, as long as nothing
+    # overflows, and nobody has to look for a maximum on the way. Where that fails it is found after all.
+    peaks = highest_scores(p, z_places, w_places, inside, ENTRIES, r, TOKENS, ENTRIES)
+    sums = tl.zeros([TOKENS], tl.float32)
+    total = tl.zeros([TOKENS, WIDTH], tl.float32)
+    anchor = sums
+    turns = 2
+    while turns > 0:
+        anchor = tl.where(peaks == float("-inf"), 0.0, peaks)
+        sums, total = sum_scores(
+            p, z_places, w_places, inside, anchor, log2e, r, LENGTH, GRADIENT, WIDTH, TOKENS, ENTRIES
+        )
+        failed = (tl.max(sums, axis=0) > 1e30) | (tl.min(peaks, axis=0) == float("-inf"))
+        turns = tl.where(failed, turns - 1, 0)
+        if turns > 0:
+            peaks = highest_scores(p, z_places, w_places, inside, LENGTH, r, TOKENS, ENTRIES)
+    row = (part * tokens + m) * K + k
+    tl.store(anchors + row, anchor, mask=here)
+    tl.store(sums_out + row, sums, mask=here)
+    if GRADIENT:
+        place = totals + row.to(tl.int64)[:, None] * r + d[None, :]
+        tl.store(place, total, mask=inside & here[:, None])
+
+
+@jit
+def finish_kernel(  # type: ignore[no-untyped-def]
     private,
     weight,
     targets,
     at_target,
+    anchors,
+    sums,
+    totals,
     maximum,
     others,
     target,
-    tokens,
-    log2e,
+    product,
+    rows,
     r: tl.constexpr,
     K: tl.constexpr,
-    stride: tl.constexpr,
+    PARTS: tl.constexpr,
+    GRADIENT: tl.constexpr,
     WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    k = tl.program_id(0) % K
-    m = tl.program_id(0) // K * TOKENS + tl.arange(0, TOKENS)
-    here = m < tokens
-    m = tl.where(here, m, 0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = row < rows
+    row = tl.where(here, row, 0)
     d = tl.arange(0, WIDTH)
     inside = (d < r)[None, :]
-    within = tl.arange(0, ENTRIES)
-    p = tl.load(private + (m * K + k)[:, None] * r + d[None, :], mask=inside, other=0.0)
-    y = tl.load(targets + m)
-    own_w = tl.load(weight + y[:, None] * r + d[None, :], mask=inside, other=0.0)
-    own = tl.load(at_target + m) + tl.sum(p.to(tl.float32) * own_w.to(tl.float32), axis=1)
-    z_places = trunk + m.to(tl.int64)[:, None] * stride + within[None, :]
-    w_places = weight + within[:, None] * r + d[None, :]
-    peaks = tl.full([TOKENS], float("-inf"), tl.float32)
-    sums = tl.zeros([TOKENS], tl.float32)
-    for start in range(0, stride, ENTRIES):
-        w = tl.load(w_places + start * r, mask=inside, other=0.0)
-        s = tl.dot(p, tl.trans(w), tl.load(z_places + start).to(tl.float32))
-        higher = tl.maximum(peaks, tl.max(s, axis=1))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher) * log2e
-        sums = sums * tl.exp2(peaks * log2e - anchor) + tl.sum(tl.exp2(s * log2e - anchor[:, None]), axis=1)
-        peaks = higher
-    top = tl.maximum(peaks, own)
-    anchor = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(maximum + m * K + k, top, mask=here)
-    tl.store(others + m * K + k, sums * tl.exp(peaks - anchor), mask=here)
-    tl.store(target + m * K + k, own, mask=here)
-
-
-@jit
-def private_kernel(  # type: ignore[no-untyped-def]
-    trunk,
-    private,
-    weight,
-    targets,
-    shift,
-    entry,
-    d_private,
-    tokens,
-    log2e,
-    r: tl.constexpr,
-    K: tl.constexpr,
-    stride: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    k = tl.program_id(0) % K
-    m = tl.program_id(0) // K * TOKENS + tl.arange(0, TOKENS)
-    here = m < tokens
-    m = tl.where(here, m, 0)
-    d = tl.arange(0, WIDTH)
-    inside = (d < r)[None, :]
-    within = tl.arange(0, ENTRIES)
-    p = tl.load(private + (m * K + k)[:, None] * r + d[None, :], mask=inside, other=0.0)
-    anchor = tl.load(shift + m * K + k)[:, None]
-    z_places = trunk + m.to(tl.int64)[:, None] * stride + within[None, :]
-    w_places = weight + within[:, None] * r + d[None, :]
-    total = tl.zeros([TOKENS, WIDTH], tl.float32)
-    for start in range(0, stride, ENTRIES):
-        w = tl.load(w_places + start * r, mask=inside, other=0.0)
-        s = tl.dot(p, tl.trans(w), tl.load(z_places + start).to(tl.float32))
-        q = tl.exp2(s * log2e - anchor)
-        total = tl.dot(q.to(w.dtype), w, total)
-    y = tl.load(targets + m)
-    own_w = tl.load(weight + y[:, None] * r + d[None, :], mask=inside, other=0.0)
-    total += tl.load(entry + m * K + k)[:, None] * own_w.to(tl.float32)
-    place = d_private + (m * K + k)[:, None] * r + d[None, :]
-    tl.store(place, total.to(d_private.dtype.element_ty), mask=inside & here[:, None])
+    own_places = private + row.to(tl.int64)[:, None] * r + d[None, :]
+    y = tl.load(targets + row // K)
+    own_w = tl.load(weight + y[:, None] * r + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    p = tl.load(own_places, mask=inside, other=0.0).to(tl.float32)
+    own = tl.load(at_target + row // K) + tl.sum(p * own_w, axis=1)
+    level = tl.full([ROWS], float("-inf"), tl.float32)
+    for part in range(PARTS):
+        some = tl.load(sums + part * rows + row)
+        here_level = tl.load(anchors + part * rows + row) + tl.log(some)
+        here_level = tl.where(some == 0.0, float("-inf"), here_level)
+        higher = tl.maximum(level, here_level)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        joined = base + tl.log(tl.exp(level - base) + tl.exp(here_level - base))
+        level = tl.where(higher == float("-inf"), float("-inf"), joined)
+    # In place of the maximum the larger of the target and all others together: S is at most 1.
+    top = tl.maximum(level, own)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    rest = tl.exp(level - base)
+    tl.store(maximum + row, top, mask=here)
+    tl.store(others + row, rest, mask=here)
+    tl.store(target + row, own, mask=here)
+    if GRADIENT:
+        whole = rest + tl.exp(own - base)
+        inverse = 1.0 / tl.where(whole == 0.0, 1.0, whole)
+        # A masked target is no score of the row: nothing falls on it.
+        mean = tl.where(own == float("-inf"), 0.0, -rest * inverse)[:, None] * own_w
+        for part in range(PARTS):
+            some = tl.load(sums + part * rows + row)
+            scale = inverse * tl.exp(tl.load(anchors + part * rows + row) - base)
+            place = totals + (part * rows + row).to(tl.int64)[:, None] * r + d[None, :]
+            total = tl.load(place, mask=inside, other=0.0)
+            mean += tl.where((some == 0.0)[:, None], 0.0, total * scale[:, None])
+        place = product + row.to(tl.int64)[:, None] * r + d[None, :]
+        tl.store(place, mean.to(product.dtype.element_ty), mask=inside & here[:, None])
 
 
 @jit
@@ -162,6 +272,8 @@ def vocabulary_kernel(  # type: ignore[no-untyped-def]
     shift,
     d_weight,
     tokens,
+    room,
+    d_stride,
     log2e,
     r: tl.constexpr,
     K: tl.constexpr,
@@ -174,45 +286,58 @@ def vocabulary_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     d = tl.arange(0, WIDTH)
     inside = (d < r)[None, :]
-    w = tl.load(weight + column[:, None] * r + d[None, :], mask=inside, other=0.0)
+    w = in_registers(tl.load(weight + column[:, None] * r + d[None, :], mask=inside, other=0.0), WIDTH)
     total_w = tl.zeros([ENTRIES, WIDTH], tl.float32)
+    token = tl.arange(0, TOKENS)
+    last = tokens - 1
+    # Entries by tokens, so that Q is a product's left side as it comes out of the one before.
+    ahead = tl.load(trunk + tl.minimum(token, last).to(tl.int64)[None, :] * stride + column[:, None])
     first = 0
     # Triton's interpreter cannot count to a number that it is given.
     while first < tokens:
-        m = first + tl.arange(0, TOKENS)
-        here = m < tokens
-        m = tl.where(here, m, 0)
-        places = trunk + m.to(tl.int64)[:, None] * stride + column[None, :]
-        z = tl.load(places).to(tl.float32)
-        total = tl.zeros([TOKENS, ENTRIES], tl.float32)
+        m = first + token
+        z = ahead.to(tl.float32)
+        following = tl.minimum(m + TOKENS, last).to(tl.int64)
+        ahead = tl.load(trunk + following[None, :] * stride + column[:, None])
+        total = tl.zeros([ENTRIES, TOKENS], tl.float32)
+        row = tl.minimum(m, last) * K
         for k in range(K):
-            p = tl.load(private + (m * K + k)[:, None] * r + d[None, :], mask=inside, other=0.0)
-            anchor = tl.where(here, tl.load(shift + m * K + k), float("inf"))
-            s = tl.dot(p, tl.trans(w), z)
-            q = tl.exp2(s * log2e - anchor[:, None])
+            p = tl.load(private + (row + k)[:, None] * r + d[None, :], mask=inside, other=0.0)
+            anchor = tl.load(shift + k * room + m)
+            s = tl.dot(w, tl.trans(p), z)
+            q = tl.exp2(s * log2e - anchor[None, :])
             total += q
             if NEEDED:
-                total_w = tl.dot(tl.trans(q.to(p.dtype)), p, total_w)
-        tl.store(places, total.to(trunk.dtype.element_ty), mask=here[:, None])
+                total_w = tl.dot(q.to(p.dtype), p, total_w)
+        places = trunk + m.to(tl.int64)[None, :] * stride + column[:, None]
+        tl.store(places, total.to(trunk.dtype.element_ty), mask=(m < tokens)[None, :])
         first += TOKENS
     if NEEDED:
-        places = d_weight + column[:, None] * r + d[None, :]
+        places = d_weight + column.to(tl.int64)[:, None] * d_stride + d[None, :]
         tl.store(places, tl.load(places, mask=inside, other=0.0) + total_w, mask=inside)
 
 
 class Scores:
-    """What all three kernels read. Built from the trunk's scores as they are, which it changes.
+    """What the kernels read. Built from the trunk's scores as they are, which it changes.
 
     The target's score is hidden behind -inf, as is what lies beyond V: so no kernel asks which entry it has
     at hand, and the target's part of everything is added apart.
     """
 
     def __init__(
-        self, trunk: Tensor, private: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, V: int
+        self,
+        trunk: Tensor,
+        private: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        V: int,
+        d_private: Tensor | None,
     ) -> None:
         """trunk [T, stride] (z), private [T, K, r], weight [stride, r] with 0 beyond V, bias [stride] fp32
-        with -inf beyond V, targets [T]."""
+        with -inf beyond V, targets [T]; d_private [T, K, r] takes the private parts' gradient."""
         self.trunk, self.private, self.weight, self.targets = trunk, private, weight, targets
+        self.d_private = d_private
         if bias is not None:
             trunk += bias
         elif trunk.shape[1] > V:
@@ -221,57 +346,61 @@ class Scores:
         self.at_target = trunk.gather(1, y)[:, 0].float()
         trunk.scatter_(1, y, -torch.inf)
 
-    def sizes(self) -> tuple[int, float]:
-        return self.private.shape[0], LOG2E
-
     def constants(self, cut: Blocks) -> dict[str, Any]:
         return {
             "r": self.private.shape[2], "K": self.private.shape[1], "stride": self.trunk.stride(0),
             "WIDTH": max(16, triton.next_power_of_2(self.private.shape[2])),
             "TOKENS": cut.tokens, "ENTRIES": cut.entries, "num_warps": cut.warps, "num_stages": cut.stages,
+            "maxnreg": cut.registers,
         }  # fmt: skip
 
     def statistics(self) -> Statistics:
-        """[T, K] each."""
-        tokens, K, r = self.private.shape
-        out = Statistics(*(self.trunk.new_empty(tokens, K, dtype=torch.float32) for _ in range(3)))
-        cut = blocks(STATISTICS, r)
+        """[T, K] each; d_private becomes Q_k w."""
+        (tokens, K, r), stride = self.private.shape, self.trunk.stride(0)
+
+        def empty(*shape: int) -> Tensor:
+            return self.trunk.new_empty(shape, dtype=torch.float32)
+
+        gradient = self.d_private is not None
+        out = Statistics(*(empty(tokens, K) for _ in range(3)))
+        cut = blocks(ROWS, r)
+        programs = -(-tokens // cut.tokens) * K
+        parts = parts_of(programs, stride // cut.entries, cut, self.trunk.device)
+        sums = empty(parts, tokens, K), empty(parts, tokens, K), empty(parts, tokens, K, r if gradient else 0)
+        options = self.constants(cut) | {"PARTS": parts, "GRADIENT": gradient}
         with on_device(self.trunk):
-            statistics_kernel[(-(-tokens // cut.tokens) * K,)](
-                self.trunk, self.private, self.weight, self.targets, self.at_target, *out, *self.sizes(),
-                **self.constants(cut),
+            rows_kernel[(programs * parts,)](
+                self.trunk, self.private, self.weight, *sums, tokens, LOG2E, **options
+            )
+            finish_kernel[(-(-tokens * K // FINISHED),)](
+                self.private, self.weight, self.targets, self.at_target, *sums, *out,
+                self.private if self.d_private is None else self.d_private, tokens * K,
+                r=r, K=K, PARTS=parts, GRADIENT=gradient, WIDTH=options["WIDTH"], ROWS=FINISHED, num_warps=4,
             )  # fmt: skip
         return out
 
-    def gradients(
-        self,
-        lse: Tensor,
-        entry: Tensor,
-        factor: Tensor,
-        *,
-        d_private: Tensor | None,
-        d_weight: Tensor | None,
-    ) -> Tensor:
+    def gradients(self, lse: Tensor, entry: Tensor, factor: Tensor, *, d_weight: Tensor | None) -> Tensor:
         """From the normalisers, the entries at the target and the factors g, [T, K] each.
 
-        d_private [T, K, r] takes the private parts' gradient, that of their columns of W is added to d_weight
-        [stride, r], and the gradient of the trunk's scores comes in their place.
+        d_private gets its factor, the gradient of w is added to d_weight [stride, r], whose rows may lie
+        apart, and the gradient of the trunk's scores comes in their place.
         """
         tokens, K, r = self.private.shape
-        # exp(s - lse) g as one power of two; g = 0 makes it 0.
-        shift = torch.sub(lse * LOG2E, factor.log2())
+        cut = blocks(VOCABULARY, r)
+        # exp(s - lse) g as one power of two, a component after the other; g = 0 makes it 0, and so do tokens
+        # beyond the last.
+        room = -(-tokens // cut.tokens) * cut.tokens
+        shift = lse.new_full((K, room), torch.inf)
+        torch.sub(lse.t() * LOG2E, factor.t().log2(), out=shift[:, :tokens])
         entry = entry * factor
+        if self.d_private is not None:
+            flat = self.d_private.view(-1, self.d_private.shape[2])
+            scale_rows(flat, factor.flatten(), out=flat)
         with on_device(self.trunk):
-            if d_private is not None:
-                cut = blocks(PRIVATE, r)
-                private_kernel[(-(-tokens // cut.tokens) * K,)](
-                    self.trunk, self.private, self.weight, self.targets, shift, entry, d_private,
-                    *self.sizes(), **self.constants(cut),
-                )  # fmt: skip
-            cut = blocks(VOCABULARY, r)
             vocabulary_kernel[(self.trunk.stride(0) // cut.entries,)](
                 self.trunk, self.private, self.weight, shift, self.weight if d_weight is None else d_weight,
-                *self.sizes(), NEEDED=d_weight is not None, **self.constants(cut),
+                tokens, room, 0 if d_weight is None else d_weight.stride(0), LOG2E,
+                NEEDED=d_weight is not None, **self.constants(cut),
             )  # fmt: skip
         self.trunk.scatter_(1, self.targets[:, None], entry.sum(1, keepdim=True).to(self.trunk.dtype))
         if d_weight is not None:
