@@ -49,6 +49,8 @@ AS_TRAINED, PEAKED = 0.7, 4.0
 """Spreads of the gate logits for row skipping. The first gives the prior the entropy of mixtures trained here
 (0.91 of log K, results/train_heads_final.json), the second makes it sure (0.31). Each row of the results
 states the fraction of rows that its bound keeps."""
+GRAPHED = ("fullrank", "compiled")
+"""What is measured as a captured CUDA graph as well, for one component."""
 BOUNDS = (2.0**-12, 2.0**-10, 2.0**-8)
 """Posterior shares under which a row is skipped."""
 
@@ -73,12 +75,33 @@ def training_step(inputs: LayerInputs, loss: Loss) -> Step:
     return run
 
 
+def captured(step: Step) -> Step:
+    """The step as a CUDA graph, so that no launch waits for Python."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def prepare(
-    make: Callable[[], Loss], inputs: LayerInputs, exact: Gradients | None, settings: Settings
+    make: Callable[[], Loss],
+    inputs: LayerInputs,
+    exact: Gradients | None,
+    settings: Settings,
+    *,
+    graph: bool = False,
 ) -> Ready | str:
     """Compile, check and measure the memory of one implementation; a string says why it cannot be had."""
     try:
         step = training_step(inputs, make())
+        if graph:
+            step = captured(step)
         step()
         errors: dict[str, float | None] = {}
         if exact is not None:
@@ -89,8 +112,8 @@ def prepare(
             if inputs.log_prior.requires_grad:
                 errors["log_prior"] = relative_error(inputs.log_prior.grad, exact.log_prior)
         inputs.drop_gradients()
-        # The second call: what a compiler and a first launch need is spent once.
-        peak = peak_bytes(step, settings.device)
+        # The second call: what a compiler and a first launch need is spent once. A graph has its own memory.
+        peak = None if graph else peak_bytes(step, settings.device)
     # A peer may fail in ways of its own: no memory, no such shape, not installed.
     except Exception as error:
         return reason(error)
@@ -165,11 +188,17 @@ def measure_layer(settings: Settings, D: int, V: int, K: int) -> list[Row]:
         prepare(partial(IMPLEMENTATIONS[name], inputs, settings.compiler), inputs, exact, settings)
         for name in names
     ]
+    rows = [{"implementation": name, **base} for name in names]
+    if K == 1 and settings.device == "cuda":
+        for name in (name for name in GRAPHED if name in names):
+            make = partial(IMPLEMENTATIONS[name], inputs, settings.compiler)
+            rows.append({"implementation": f"{name}, graph", **base, "part": "graphs"})
+            ready.append(prepare(make, inputs, exact, settings, graph=True))
     # Gone before the rounds: its memory belongs to whoever needs it.
     del exact
     floor_step, products = bare_products(inputs)
+    rows.append({"implementation": "products", **base})
     ready.append(Ready(products, {}, None))
-    rows = [{"implementation": name, **base} for name in (*names, "products")]
     measure_together(rows, ready, [float(K)] * len(rows), floor_step, settings)
     return rows
 

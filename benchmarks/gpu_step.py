@@ -1,7 +1,8 @@
 """Whole training steps of a model of GPT-2 small's size under each head: forward, backward, AdamW.
 
 Parameters in fp32, bf16 autocast, fused AdamW, W tied to the embedding, random tokens. The body is one module
-for all variants, once as it is and once through torch.compile; head and optimiser are built anew for each.
+for all variants, once as it is and once through torch.compile, and so is our head with its loss; head and
+optimiser are built anew for each variant.
 Softmax runs through every implementation that can be had (`peers.py`, K = 1; their W is cast to bf16 once a
 step), the mixtures through ours. Each variant is timed in two sweeps over all of them, the second in reverse
 order, so that a slow drift meets all alike; the figure is the median of all steps.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 from benchmarks.gpt2_body import Gpt2Body
@@ -27,12 +29,15 @@ from benchmarks.gpu_layer import PEAKED, Row
 from benchmarks.gpu_settings import Settings
 from benchmarks.measure import MIB, Budget, Step, reason, release, seconds
 from benchmarks.peers import cce_function, compiled_by, compiled_softmax, liger_function, torch_function
-from fullrank.heads import Head, build
+from fullrank.heads import Head, RowHead, build
+from fullrank.ops import posterior_shares
 
 HeadLoss = Callable[[Tensor, Tensor], Tensor]
 """(states [tokens, width], targets [tokens]) -> mean loss"""
 
-SKIPPED = 2.0**-10
+SKIPPED = 2.0**-8
+SURE = 16.0
+"""Gate weights times this are surer than times `PEAKED`."""
 NARROW = torch.bfloat16
 
 
@@ -42,7 +47,9 @@ class Variant:
     head: str = "softmax"
     components: int = 1
     skip: float | None = None
-    """Posterior share under which rows are skipped, on gates that are as sure as `PEAKED` makes them."""
+    """Posterior share under which rows are skipped."""
+    gates: float = 1.0
+    """What the gate's weights are multiplied by."""
 
 
 def variants(settings: Settings) -> list[Variant]:
@@ -51,9 +58,9 @@ def variants(settings: Settings) -> list[Variant]:
     several = [K for K in settings.components if K > 1]
     found += [Variant(implementation="fullrank", head="mos", components=K) for K in several]
     found += [
-        Variant(implementation="fullrank", head="mos", components=K, skip=skip)
-        for K in several
-        for skip in (0.0, SKIPPED)
+        Variant(implementation="fullrank", head="mos", components=K, skip=SKIPPED, gates=gates)
+        for K in several[:1]
+        for gates in (PEAKED, SURE)
     ]
     found.append(Variant(implementation="fullrank", head="trunk", components=settings.most))
     return found
@@ -73,7 +80,7 @@ def build_head(variant: Variant, body: Gpt2Body, settings: Settings) -> Head:
             raise NotImplementedError("the head has no row_skip")
         head.row_skip = variant.skip  # type: ignore[assignment]
         with torch.no_grad():
-            head.contexts.gate.weight.mul_(PEAKED)  # type: ignore[union-attr, operator]
+            head.contexts.gate.weight.mul_(variant.gates)  # type: ignore[union-attr, operator]
     elif hasattr(head, "row_skip"):
         head.row_skip = 0.0  # type: ignore[assignment]
     head.tie(body.embedding)
@@ -98,26 +105,35 @@ def softmax_loss(name: str, weight: Tensor, settings: Settings) -> HeadLoss:
     return lambda states, targets: function(states.to(NARROW), weight.to(NARROW), targets, "mean")
 
 
+@torch.no_grad()
+def kept_fraction(head: Head, states: Tensor, targets: Tensor) -> float:
+    """Of the rows, those with a posterior share above the bound."""
+    assert isinstance(head, RowHead)
+    rows, log_prior = head._flat_rows([states])
+    weight = head.decoder.weight.to(rows.dtype)
+    return float((posterior_shares(rows, log_prior, weight, targets) > head.row_skip).double().mean())
+
+
 def make_step(
-    variant: Variant, body: Gpt2Body, run_body: Callable[[Tensor], Tensor], settings: Settings
-) -> Step:
-    """One step on fixed random tokens; the optimiser lives as long as the step."""
+    variant: Variant, body: Gpt2Body, run_body: Callable[[Tensor], Tensor], settings: Settings, kind: str
+) -> tuple[Step, float | None]:
+    """One step on fixed random tokens, and the fraction of rows that it keeps where it skips any; the
+    optimiser lives as long as the step."""
     sizes, device = settings.step, settings.device
     draw = torch.Generator(device).manual_seed(settings.seed)
     shape = (sizes.batch, sizes.context)
     ids = torch.randint(sizes.vocab, shape, generator=draw, device=device)
     targets = torch.randint(sizes.vocab, shape, generator=draw, device=device).flatten()
-    parameters = list(body.parameters())
+    parameters, kept = list(body.parameters()), None
     if variant.head == "softmax" and variant.implementation != "fullrank":
         loss_of = softmax_loss(variant.implementation, body.embedding.weight, settings)
     else:
         head = build_head(variant, body, settings)
         parameters += [each for each in head.parameters() if each is not body.embedding.weight]
-
-        def loss_of(states: Tensor, targets: Tensor) -> Tensor:
-            value = head(states, targets)
-            assert isinstance(value, Tensor)
-            return value
+        loss_of = head if kind == "eager" else compiled_by(settings.compiler, head)
+        if variant.skip is not None:
+            with torch.no_grad(), torch.autocast(device, NARROW):
+                kept = kept_fraction(head, run_body(ids).flatten(0, 1), targets)
 
     # At rate 0 the work is the same and every variant sees the same weights.
     optimiser = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.1, fused=True)
@@ -129,22 +145,23 @@ def make_step(
         loss.backward()
         optimiser.step()
 
-    return step
+    return step, kept
 
 
 def measure_variant(
-    variant: Variant, body: Gpt2Body, run_body: Callable[[Tensor], Tensor], settings: Settings
-) -> tuple[list[float], float | None]:
-    """Seconds of the timed steps, and the peak in MiB."""
+    variant: Variant, body: Gpt2Body, run_body: Callable[[Tensor], Tensor], settings: Settings, kind: str
+) -> tuple[list[float], dict[str, float | None]]:
+    """Seconds of the timed steps, the peak in MiB and the fraction of rows kept."""
     cuda = settings.device == "cuda"
-    step = make_step(variant, body, run_body, settings)
+    step, kept = make_step(variant, body, run_body, settings, kind)
     for _ in range(settings.step.warm_up):
         step()
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     times = [seconds(step, settings.device) for _ in range(settings.step.repeats)]
-    return times, torch.cuda.max_memory_allocated() / MIB if cuda else None
+    peak = torch.cuda.max_memory_allocated() / MIB if cuda else None
+    return times, {"peak_mib": peak} | ({} if kept is None else {"kept": kept})
 
 
 def measure_steps(settings: Settings, kind: str, budget: Budget) -> Iterator[list[Row]]:
@@ -161,6 +178,8 @@ def measure_steps(settings: Settings, kind: str, budget: Budget) -> Iterator[lis
         )
     run_body: Callable[[Tensor], Tensor] = body
     if kind == "compiled":
+        # Every head is compiled anew; beyond the usual limit it would run as it is, in silence.
+        torch._dynamo.config.recompile_limit = 64
         run_body = compiled_by(settings.compiler, body)
     found = variants(settings)
     rows: list[Row] = [
@@ -168,7 +187,7 @@ def measure_steps(settings: Settings, kind: str, budget: Budget) -> Iterator[lis
             "implementation": each.implementation, "head": each.head, "components": each.components,
             "width": sizes.width, "vocab": sizes.vocab, "body": kind, "tokens": sizes.batch * sizes.context,
         }
-        | ({} if each.skip is None else {"row_skip": each.skip, "gates": f"peaked x{PEAKED:g}"})
+        | ({} if each.skip is None else {"row_skip": each.skip, "gates": f"peaked x{each.gates:g}"})
         for each in found
     ]  # fmt: skip
     times: list[list[float]] = [[] for _ in found]
@@ -180,9 +199,9 @@ def measure_steps(settings: Settings, kind: str, budget: Budget) -> Iterator[lis
                     row.setdefault("missing", budget.words())
                 continue
             try:
-                taken, peak = measure_variant(found[place], body, run_body, settings)
+                taken, more = measure_variant(found[place], body, run_body, settings, kind)
                 times[place] += taken
-                row["peak_mib"] = peak
+                row |= more
             except Exception as error:
                 row["missing"] = reason(error)
             # The optimiser of the last variant goes before the next one is built. No reset of the compiler:

@@ -154,8 +154,10 @@ def steps_table(rows: list[Row]) -> str:
         return ""
     lines = []
     for row in (row for row in rows if "missing" not in row):
-        skip = f" skip<{row['row_skip']:.1g} peaked" if "row_skip" in row else ""
-        name = f"{row['body']} body: {row['head']} K={row['components']} {row['implementation']}{skip}"
+        skip = ""
+        if "row_skip" in row:
+            skip = f" skip<{row['row_skip']:.1g} {row['gates']} kept {number(row, 'kept')}"
+        name = f"{row['body']} model: {row['head']} K={row['components']} {row['implementation']}{skip}"
         lines.append([
             name, number(row, "milliseconds", ".1f"), number(row, "time_over_softmax", ".3f"),
             mib(row.get("peak_mib")), number(row, "memory_over_softmax", ".3f"),
@@ -204,6 +206,7 @@ def tables(document: dict[str, Any]) -> str:
             rows, "row skipping", "Rows of small posterior share skipped, by spread s of the gate logits"
         ),
         own_table(rows, "heads", "Whole heads on hidden states"),
+        own_table(rows, "graphs", "Softmax as a captured CUDA graph"),
         stages_table(document["stages"]),
         steps_table(document["steps"]),
         decoding_table(document["decoding"]),

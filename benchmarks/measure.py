@@ -1,14 +1,16 @@
 """Seconds and memory of single calls, on a processor or a CUDA device, with failures as words.
 
 On CUDA a call is timed between two events of its stream: what the device did, and where it waited for the
-host. Variants are timed in rounds, every variant once a round and another order every round, so that a clock
-that falls or a busy machine meets all alike. Round 0 is not counted: there the allocator settles.
+host. Variants are timed in rounds, every variant once a round in an order drawn anew, so that a clock that
+falls, a busy machine and what ran just before meet all alike. Round 0 is not counted: there the allocator
+settles.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import sys
 import time
@@ -50,14 +52,13 @@ def in_rounds(
     """Seconds of every step and counted round, and why a step that failed on the way has none."""
     steps, times = dict(steps), {name: list[float]() for name in steps}
     failed: dict[str, str] = {}
+    order = random.Random(0)
     gc.disable()
     try:
         for turn in range(repeats + 1):
             # Between rounds, not within a timed call.
             gc.collect()
-            names = list(steps)
-            offset = turn % max(1, len(names))
-            for name in names[offset:] + names[:offset]:
+            for name in order.sample(list(steps), len(steps)):
                 try:
                     taken = seconds(steps[name], device)
                 except Exception as error:
