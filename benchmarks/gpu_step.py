@@ -115,7 +115,12 @@ def kept_fraction(head: Head, states: Tensor, targets: Tensor) -> float:
 
 
 def make_step(
-    variant: Variant, body: Gpt2Body, run_body: Callable[[Tensor], Tensor], settings: Settings, kind: str
+    variant: Variant,
+    body: Gpt2Body,
+    run_body: Callable[[Tensor], Tensor],
+    settings: Settings,
+    *,
+    compiled: bool,
 ) -> tuple[Step, float | None]:
     """One step on fixed random tokens, and the fraction of rows that it keeps where it skips any; the
     optimiser lives as long as the step."""
@@ -130,7 +135,7 @@ def make_step(
     else:
         head = build_head(variant, body, settings)
         parameters += [each for each in head.parameters() if each is not body.embedding.weight]
-        loss_of = head if kind == "eager" else compiled_by(settings.compiler, head)
+        loss_of = compiled_by(settings.compiler, head) if compiled else head
         if variant.skip is not None:
             with torch.no_grad(), torch.autocast(device, NARROW):
                 kept = kept_fraction(head, run_body(ids).flatten(0, 1), targets)
@@ -149,11 +154,16 @@ def make_step(
 
 
 def measure_variant(
-    variant: Variant, body: Gpt2Body, run_body: Callable[[Tensor], Tensor], settings: Settings, kind: str
+    variant: Variant,
+    body: Gpt2Body,
+    run_body: Callable[[Tensor], Tensor],
+    settings: Settings,
+    *,
+    compiled: bool,
 ) -> tuple[list[float], dict[str, float | None]]:
     """Seconds of the timed steps, the peak in MiB and the fraction of rows kept."""
     cuda = settings.device == "cuda"
-    step, kept = make_step(variant, body, run_body, settings, kind)
+    step, kept = make_step(variant, body, run_body, settings, compiled=compiled)
     for _ in range(settings.step.warm_up):
         step()
     if cuda:
@@ -198,12 +208,16 @@ def measure_steps(settings: Settings, kind: str, budget: Budget) -> Iterator[lis
                 if not times[place]:
                     row.setdefault("missing", budget.words())
                 continue
-            try:
-                taken, more = measure_variant(found[place], body, run_body, settings, kind)
-                times[place] += taken
-                row |= more
-            except Exception as error:
-                row["missing"] = reason(error)
+            # What a compiler cannot take runs without it, and says so.
+            for compiled in (True, False) if kind == "compiled" else (False,):
+                try:
+                    taken, more = measure_variant(found[place], body, run_body, settings, compiled=compiled)
+                    times[place] += taken
+                    row |= more
+                    break
+                except Exception as error:
+                    row["not_compiled" if compiled else "missing"] = reason(error)
+                    clear(body, settings.device)
             # The optimiser of the last variant goes before the next one is built. No reset of the compiler:
             # the body stays compiled.
             clear(body, settings.device)

@@ -100,6 +100,8 @@ class Config:
     """On CUDA: DxV, for instance 768x50304; by default those of `gpu_settings.py`."""
     without: tuple[str, ...] = ()
     """On CUDA: implementations to leave out, for instance cce."""
+    bodies: tuple[Literal["compiled", "eager"], ...] = ("compiled", "eager")
+    """On CUDA: of the model whose training steps are measured."""
     deadline: float = 540.0
     """On CUDA: seconds after which nothing more is started."""
     tiny: bool = False
@@ -370,7 +372,7 @@ def run_on_cuda(config: Config) -> int:
         settings = gpu_settings.Settings(
             device=config.device, out=config.out or Path("results") / "output_layer_cuda.json", only=only,
             shapes=gpu_settings.parse_shapes(config.shapes), repeats=config.repeats, without=config.without,
-            deadline=config.deadline, seed=config.seed,
+            deadline=config.deadline, seed=config.seed, bodies=config.bodies,
         )  # fmt: skip
     document = gpu_suite.run_suite(settings)
     print(f"\n{document['device']}, {settings.out}\n\n{gpu_table.tables(document)}")

@@ -240,6 +240,7 @@ def test_a_compiler_takes_it_whole():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_cuda_a_compiler_takes_it_whole():
     compiled_equals_eager(problem(N=64, shared=64, r=16, V=500, device="cuda"), torch.bfloat16)
 
