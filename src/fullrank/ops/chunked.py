@@ -202,7 +202,7 @@ def mixture_forward(
     out = run(asked.expected())
     if asked.answer().positions is None:
         return out
-    del out
+    del out, work.out
     return run(asked.answer())
 
 
