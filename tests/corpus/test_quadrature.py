@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fullrank.corpus.quadrature import CONFIDENCE, Probes, Sums, bracket
@@ -25,6 +25,7 @@ def lanczos(values: np.ndarray, weights: np.ndarray, steps: int) -> tuple[np.nda
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 9), st.floats(0.0, 1.2))
+@example(0, 2, 0.0078125)
 def test_bracket_holds_the_integral(seed: int, steps: int, level: float) -> None:
     generator = np.random.default_rng(seed)
     values, weights = np.sort(generator.random(40)), generator.random(40) + 0.01

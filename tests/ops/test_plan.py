@@ -39,6 +39,7 @@ def bytes_of(plan: Plan, *, K: int, D: int, product: torch.dtype, buffers: int) 
 @example(N=512, K=1, D=20_000, V=2, product=torch.bfloat16, workspace=400_000, device="cpu", buffers=9)
 @example(N=512, K=1, D=20_000, V=10**6, product=torch.bfloat16, workspace=400_000, device="cpu", buffers=9)
 @example(N=512, K=4096, D=1, V=1, product=torch.float32, workspace=300_000, device="cpu", buffers=9)
+@example(N=2, K=1, D=1, V=1, product=torch.float64, workspace=139, device="cpu", buffers=9)
 def test_sizes_fit_the_workspace_or_the_error_names_one_that_does(
     N, K, D, V, product, workspace, device, buffers
 ):

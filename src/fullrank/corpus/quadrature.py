@@ -255,9 +255,9 @@ def bracket(alpha: Floats, beta: Floats, level: float) -> tuple[float, float]:
 
     gauss = float(np.square(vectors[0]) @ np.minimum(nodes, level))
     most = max(gauss, integral(level))
-    # At the ends of the gap the rule is Gauss's; cosines put more places there.
+    # At the ends of the gap the rule is Gauss's, but for 0, which is no node; cosines put more places there.
     places = low + (high - low) * (1 - np.cos(np.pi * (np.arange(PLACES + 2)) / (PLACES + 1))) / 2
-    values = [gauss, *(integral(float(x)) for x in places[1:-1]), gauss]
+    values = [integral(low) if place == 0 else gauss, *(integral(float(x)) for x in places[1:-1]), gauss]
     best = min(max(int(np.argmin(values)), 1), PLACES)
     found = scipy.optimize.minimize_scalar(
         integral, bounds=(places[best - 1], places[best + 1]), method="bounded", options={"maxiter": PLACES}

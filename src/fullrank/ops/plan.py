@@ -130,7 +130,7 @@ def make_plan(
     # Tiles take a quarter of the workspace at most. The tile that the cache wants grows to one whole token
     # where that is still within the quarter.
     best_tile = TILE_BYTES.get(device.type, DEVICE_TILE_BYTES)
-    tile_bytes = min(max(best_tile, K * V * wide), workspace // (4 * tile_buffers))
+    tile_bytes = max(min(max(best_tile, K * V * wide), workspace // (4 * tile_buffers)), K * wide)
     # The fp32 sum of a low-precision product needs that product once, slice by slice.
     slice_bytes = max(workspace // 8, D * (narrow + wide)) if narrow < wide else 0
     budget = workspace - tile_buffers * tile_bytes - slice_bytes
