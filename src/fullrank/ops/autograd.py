@@ -120,7 +120,7 @@ def _reduced(nll: Tensor, counted: Counted, weights: Weights | None, *, mean: bo
     return counted.spoil(loss), counted.spoil(factor)
 
 
-class Eager(torch.autograd.Function):
+class Fullrank(torch.autograd.Function):
     """An operator with its layers left out: what the dispatcher does for a compiler and for other devices
     takes a fifth of a millisecond a call, in which a GPU has nothing to do."""
 
@@ -140,7 +140,7 @@ def _call(
     operator: Any, function: Any, setup: Any, backward: Any, inputs: tuple[Any, ...], *, tensors: int
 ) -> tuple[Tensor, ...]:
     if _plain(*inputs[:tensors]):
-        return Eager.apply(function, setup, backward, *inputs)
+        return Fullrank.apply(function, setup, backward, *inputs)
     return operator(*inputs)
 
 

@@ -60,6 +60,13 @@ def chunks(targets: Tensor, ignore_index: int | None, size: int) -> Iterator[Ind
     return pieces(targets.shape[0], positions, size)
 
 
+def at(tensor: Tensor, index: Index) -> Tensor:
+    """tensor[index], and the tensor itself where that is all of it."""
+    if isinstance(index, slice) and index.start == 0 and index.stop == tensor.shape[0]:
+        return tensor
+    return tensor[index]
+
+
 def pieces(N: int, positions: Tensor | None, size: int) -> Iterator[Index]:
     """Pieces of the positions, or slices of all N tokens where none are given."""
     if positions is not None:
@@ -257,12 +264,13 @@ class Pass:
         )  # fmt: skip
         waiting: Scored | None = None
         for number, index in enumerate(pieces(N, counted.positions, vocabulary.plan.tokens)):
+            targets = at(counted.targets, index)
             chunk = Chunk(
                 index=index,
-                rows=rows[index].reshape(-1, D),
-                targets=counted.targets[index, None].expand(-1, K).flatten(),
-                log_prior=log_prior[index].to(wide),
-                weight=None if token_weight is None else token_weight[index].to(wide),
+                rows=at(rows, index).reshape(-1, D),
+                targets=targets if K == 1 else targets[:, None].expand(-1, K).flatten(),
+                log_prior=at(log_prior, index).to(wide),
+                weight=None if token_weight is None else at(token_weight, index).to(wide),
                 late=late,
             )
             vocabulary.slot = number % vocabulary.plan.buffers
@@ -283,7 +291,7 @@ class Pass:
         vocabulary, out, skips = self.vocabulary, self.out, self.row_skip > 0
         kernel = vocabulary.plan.kernel
         mode = Mode(chunk.log_prior.shape[0], chunk.log_prior) if self.stats else None
-        nll = out.nll[chunk.index] if chunk.in_place else out.nll.new_empty(chunk.log_prior.shape[0])
+        nll = at(out.nll, chunk.index) if chunk.in_place else out.nll.new_empty(chunk.log_prior.shape[0])
         # A softmax with equal weights: its kernel does all, and its factors are 1.
         alone = (
             kernel and vocabulary.K == 1 and chunk.weight is None and not self.late and out.d_prior is None
@@ -331,12 +339,16 @@ class Pass:
         if self.row_skip > 0 and scored.kept is None and scored.share is not None:
             kept = rows_to_keep(scored.share, self.row_skip, vocabulary.D)
         some: Index = slice(None) if kept is None else kept
-        used, scale = chunk.rows[some], None if factor is None else factor[some]
+        used, scale = chunk.rows, factor
+        if kept is not None:
+            used, scale = chunk.rows[kept], None if factor is None else factor[kept]
         in_place = kept is None and vocabulary.kept and chunk.in_place
         d_used: Tensor | None = None
         if out.d_rows is not None:
             d_used = (
-                out.d_rows[chunk.index].view(used.shape) if in_place else vocabulary.gradient_of_rows(used)
+                at(out.d_rows, chunk.index).view(used.shape)
+                if in_place
+                else vocabulary.gradient_of_rows(used)
             )
         if used.shape[0] == 0:
             pass

@@ -53,8 +53,10 @@ class Vocabulary:
         self.pointwise = pointwise
         self.plan = plan
         self.wide = compute_dtype(product)
-        self.buffer = self.weight.new_empty(plan.buffers, plan.tokens * K * plan.stride)
+        self.buffer = self.weight.new_empty(plan.buffers, plan.tokens * K, plan.stride)
         self.slot = 0
+        # Views made once: on a device that waits for the host every one of them counts.
+        self._slots, self._columns = list(self.buffer), self.weight.t()
         self.bias = None if bias is None else bias.to(self.wide)
         self.masked: Tensor | None = None
         self.kernel_bias: Tensor | None = None
@@ -84,16 +86,17 @@ class Vocabulary:
     def score(self, rows: Tensor, start: int, stop: int) -> Tensor:
         """The product alone, [rows, stop - start], in the buffer."""
         if self.plan.kernel:
-            torch.mm(rows, self.weight.t(), out=self.kept_scores(rows.shape[0]))
-            return self.kept_scores(rows.shape[0])[:, : self.V]
-        scores = self.buffer[0, : rows.shape[0] * (stop - start)].view(rows.shape[0], stop - start)
+            scores = torch.mm(rows, self._columns, out=self.kept_scores(rows.shape[0]))
+            return scores if self.plan.stride == self.V else scores[:, : self.V]
+        flat = self.buffer.view(-1)[: rows.shape[0] * (stop - start)]
+        scores = flat.view(rows.shape[0], stop - start)
         return torch.mm(rows, self.weight[start:stop].t(), out=scores)
 
     def kept_scores(self, rows: int, slot: int | None = None) -> Tensor:
         """[rows, V], and with the kernel the padding behind; of the chunk that is at work, or of another
         slot's."""
-        buffer = self.buffer[self.slot if slot is None else slot]
-        return buffer[: rows * self.plan.stride].view(rows, self.plan.stride)
+        lines = self._slots[self.slot if slot is None else slot]
+        return lines if rows == lines.shape[0] else lines[:rows]
 
     def run_kernel(
         self,
