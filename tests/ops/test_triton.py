@@ -88,7 +88,7 @@ def agree(found: Statistics, want: Statistics) -> None:
 def check(
     values: Tensor, bias: Tensor | None, y: Tensor, f: Pointwise, dtype: torch.dtype, **options
 ) -> None:
-    from fullrank.ops import triton
+    from fullrank.ops import score_kernels
 
     V = values.shape[1]
     stride = padded(V)
@@ -96,9 +96,9 @@ def check(
     shift = None if bias is None else torch.nn.functional.pad(bias, (0, stride - V), value=-torch.inf)
     want, Q = definition(scores, bias, y, f, **options)
     before = scores.clone()
-    agree(triton.score_rows(scores, shift, y, f, gradient=False), want)
+    agree(score_kernels.score_rows(scores, shift, y, f, gradient=False), want)
     assert torch.equal(scores.nan_to_num(), before.nan_to_num()), "without gradients nothing is written"
-    agree(triton.score_rows(scores, shift, y, f, gradient=True, **options), want)
+    agree(score_kernels.score_rows(scores, shift, y, f, gradient=True, **options), want)
     torch.testing.assert_close(scores.double(), Q, rtol=ROUNDING[dtype], atol=1e-7)
 
 
@@ -139,11 +139,11 @@ def test_masks_and_a_masked_target(kind, dtype):
 @pytest.mark.parametrize("gap", [10.0, 20.0, 60.0])
 def test_confident_rows_keep_their_digits(dtype, gap):
     """The loss is V e^-gap, far below the rounding of the normaliser."""
-    from fullrank.ops import triton
+    from fullrank.ops import score_kernels
 
     scores = torch.zeros(2, 832, dtype=dtype)
     scores[:, 17] = gap
-    found = triton.score_rows(scores, None, torch.tensor([17, 17]), IDENTITY, gradient=True)
+    found = score_kernels.score_rows(scores, None, torch.tensor([17, 17]), IDENTITY, gradient=True)
     odds = 831 * torch.tensor(-gap, dtype=torch.float64).exp()
     torch.testing.assert_close(found.nll.double(), torch.log1p(odds).expand(2), rtol=1e-5, atol=0.0)
     small = 1e-8 if dtype == torch.float16 else 0.0
@@ -166,11 +166,11 @@ def test_extreme_scores(kind):
     if kind != "identity":
         # A soft cap lifts -inf to -cap, as the definition does; sigsoftmax of -inf has no slope in autograd.
         values = values.clamp(min=-1e4)
-    from fullrank.ops import triton
+    from fullrank.ops import score_kernels
 
     scores = padded_scores(values, torch.float32, 640)
     want, Q = definition(scores, None, y, f)
-    found = triton.score_rows(scores, None, y, f, gradient=True)
+    found = score_kernels.score_rows(scores, None, y, f, gradient=True)
     for got, exact in zip(found, want, strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=5e-4, atol=1e-6)
     torch.testing.assert_close(scores.double(), Q, rtol=5e-4, atol=1e-7)
@@ -178,12 +178,12 @@ def test_extreme_scores(kind):
 
 @interpreter
 def test_nan_and_infinity_stay_in_their_row():
-    from fullrank.ops import triton
+    from fullrank.ops import score_kernels
 
     values = torch.zeros(4, 600)
     values[1, 30], values[2, 40], values[3] = torch.nan, torch.inf, torch.nan
     scores = padded_scores(values, torch.float32, 640)
-    found = triton.score_rows(scores, None, torch.tensor([1, 2, 3, 4]), IDENTITY, gradient=True)
+    found = score_kernels.score_rows(scores, None, torch.tensor([1, 2, 3, 4]), IDENTITY, gradient=True)
     assert found.nll.isnan().tolist() == [False, True, True, True]
     assert scores[0].isfinite().all()
     assert scores[1:].isnan().all(1).tolist() == [True, True, True]
@@ -498,7 +498,7 @@ def test_cuda_more_scores_than_int32_can_index():
     """One chunk whose last rows lie beyond 2^31 scores: they must be scored, and written, at their place."""
     R, V = 45_056, 50_257
     assert R * V > 2**31
-    from fullrank.ops import triton
+    from fullrank.ops import score_kernels
 
     buffer = torch.zeros(R, padded(V), dtype=torch.bfloat16, device="cuda")
     scores = buffer[:, :V]
@@ -506,7 +506,7 @@ def test_cuda_more_scores_than_int32_can_index():
     scores[-3:] = last
     y = torch.randint(V, (R,), device="cuda")
     want, Q = definition(last.cpu(), None, y[-3:].cpu(), IDENTITY)
-    found = triton.score_rows(scores, None, y, IDENTITY, gradient=True)
+    found = score_kernels.score_rows(scores, None, y, IDENTITY, gradient=True)
     for got, exact in zip(found, want, strict=True):
         torch.testing.assert_close(got[-3:].double().cpu(), exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scores[-3:].double().cpu(), Q, rtol=8e-3, atol=1e-7)

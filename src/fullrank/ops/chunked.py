@@ -8,7 +8,7 @@ The target score and the normaliser of single rows are `mixture_forward` with K 
 
 Nothing here knows autograd; `autograd.py` makes operators of these. Ignored tokens are left out before any
 product, so what their rows hold does not matter, not even NaN. On CUDA the elementwise work is one kernel
-(`triton.py`) where that serves: the same loop, the same products.
+(`score_kernels.py`) where that serves: the same loop, the same products.
 """
 
 from __future__ import annotations

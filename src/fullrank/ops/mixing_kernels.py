@@ -6,7 +6,7 @@
 
 The scores [N K, V] come from one product, which reads W once for all K rows of all tokens; what is made of
 them is N V numbers, or for the most probable entry N (V / block). Many programs share a row, because a
-decoding step has few: that is what these do and `triton.score_rows` does not.
+decoding step has few: that is what these do and `score_kernels.score_rows` does not.
 
 No term of the mixture is above a = max_k (log_prior_k + max_v f(z_kv) - l_k), so sum_k exp(term_kv - a)
 ranks the entries of a token without a logarithm for each. It is 1 or more at the entry that attains a: the
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fullrank.ops.pointwise import Pointwise
-from fullrank.ops.triton import KINDS, bend, jit, on_device, take, tl, triton
+from fullrank.ops.triton import KINDS, bend, jit, on_device, power, take, tl, triton
 
 SEGMENT = 4096
 # Entries of a program, the larger where that still makes FILLING programs: four for each of an H200's 132
@@ -45,7 +45,6 @@ def normalisers_kernel(  # type: ignore[no-untyped-def]
     BIASED: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
     segment = tl.program_id(1)
     column = segment * SEGMENT + tl.arange(0, SEGMENT)
@@ -53,7 +52,7 @@ def normalisers_kernel(  # type: ignore[no-untyped-def]
     top = tl.max(value, axis=0)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     tl.store(peaks_out + row * segments + segment, top)
-    tl.store(sums_out + row * segments + segment, tl.sum(tl.exp2((value - anchor) * LOG2E), axis=0))
+    tl.store(sums_out + row * segments + segment, tl.sum(power(value - anchor), axis=0))
 
 
 @jit

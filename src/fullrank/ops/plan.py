@@ -5,7 +5,7 @@ the products want hundreds of rows, the elementwise work wants tiles that stay i
 workspace cannot hold all V scores of enough rows, the vocabulary is cut into blocks as well and the gradient
 recomputes the scores of each block: one product more, but no bound on K or V.
 
-A kernel that does the elementwise work in place (`triton.py`) needs no tiles, but rows that start at a
+A kernel that does the elementwise work in place (`score_kernels.py`) needs no tiles, but rows that start at a
 multiple of 16 bytes, as do the fast products: each row is padded to its stride.
 """
 

@@ -16,10 +16,10 @@ prior and of what f trains stay exact.
 
 With torch's operations Q of the kept rows moves to the top of the buffer in place: row j of the result is row
 kept[j] >= j of the buffer, so blocks of rows in ascending order, each through a small temporary, never read
-what was overwritten. The kernels of `triton.py` make Q when it is known which rows are kept, and write it
-where it belongs: nothing moves. Then the products take 1 + 2 kept / all of a product's time instead of 3. The
-host must know how many rows are kept before it can launch their products: it asks when a chunk is scored and
-waits when the next one is, so that the device has work meanwhile.
+what was overwritten. The kernels of `score_kernels.py` make Q when it is known which rows are kept, and write
+it where it belongs: nothing moves. Then the products take 1 + 2 kept / all of a product's time instead of 3.
+The host must know how many rows are kept before it can launch their products: it asks when a chunk is scored
+and waits when the next one is, so that the device has work meanwhile.
 """
 
 from __future__ import annotations

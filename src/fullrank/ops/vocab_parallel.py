@@ -18,7 +18,7 @@ Four products for forward and backward: the scores are made once for the statist
 gradient. Three would do if a chunk's scores were kept until the statistics are joined, at the price of two
 reductions a chunk, in step on all processes whatever the sizes of their shards; one product more, split
 between the processes, is cheaper than that. The elementwise work runs in tiles on every device: the kernel
-of `triton.py` makes statistics and gradient in one go, and here the reduction lies between them.
+of `score_kernels.py` makes statistics and gradient in one go, and here the reduction lies between them.
 
 All processes of the group call these functions together, with the same arguments but for `start`, `weight`
 and `bias`. Without a group a lone process holds all of W. The gradients are those of the loss that every

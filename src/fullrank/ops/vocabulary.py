@@ -1,8 +1,8 @@
 """W, b and f as a pass over the scores sees them, with the one buffer in which the scores of a chunk lie.
 
 The buffer holds the scores of a chunk of rows against all V entries, or against a block of them where the
-workspace is too small. Elementwise work goes over it in tiles, or with the kernel of `triton.py` all at once;
-then W and the buffer's rows are padded to the plan's stride.
+workspace is too small. Elementwise work goes over it in tiles, or with the kernel of `score_kernels.py` all
+at once; then W and the buffer's rows are padded to the plan's stride.
 """
 
 from __future__ import annotations
@@ -111,11 +111,11 @@ class Vocabulary:
         """All elementwise work of a kept chunk: its statistics and, with `gradient`, Q in the buffer, times
         `total` where that may be `lacking`."""
         # Not before it is needed: Triton takes its time to load and is not everywhere.
-        from fullrank.ops import triton
+        from fullrank.ops import score_kernels
 
         if gradient and lacking:
-            return triton.raise_rows(scores, self.kernel_bias, targets, self.pointwise)
-        return triton.score_rows(
+            return score_kernels.raise_rows(scores, self.kernel_bias, targets, self.pointwise)
+        return score_kernels.score_rows(
             scores, self.kernel_bias, targets, self.pointwise, gradient=gradient, late=late, alone=alone
         )
 
@@ -129,10 +129,10 @@ class Vocabulary:
         out: Tensor | None = None,
     ) -> Tensor:
         """Q of a chunk whose scores and statistics are known: in its buffer, or of kept rows in `out`."""
-        from fullrank.ops import triton
+        from fullrank.ops import score_kernels
 
         scores = self.kept_scores(targets.shape[0], slot)[:, : self.V]
-        return triton.gradient_rows(
+        return score_kernels.gradient_rows(
             scores, self.kernel_bias, targets, self.pointwise, statistics, kept=kept, out=out
         )
 

@@ -1,0 +1,401 @@
+"""The elementwise part of a kept chunk as one CUDA kernel: the scores are read once and written once.
+
+One program a row goes over the row's V scores twice; the second time they come from the cache. With the
+notation of `statistics.py` and `tiles.py`, first
+
+    maximum = max_v a_v,   others = S = sum_{v != y} exp(a_v - maximum),   target = a_y
+
+as a running maximum and a running sum, one pair a lane, merged at the end; then, in place,
+
+    Q_v = f'(z_v) exp(a_v - maximum) / total,   Q_y = -f'(z_y) S / total,   total = S + exp(a_y - maximum)
+
+in the dtype of the product. Where a row has a factor to be multiplied by anyway, Q is left without 1 / total
+(`raise_rows`): then the first time is for the maximum alone, and every entry costs one exponential. All
+arithmetic is fp32. A lane takes 16 bytes at a time, which needs rows that start at a multiple of 16 bytes:
+the buffer's rows are padded to `stride`, and what lies between V and the stride is the kernel's to overwrite.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fullrank.ops.pointwise import Pointwise
+from fullrank.ops.statistics import Statistics
+from fullrank.ops.triton import KINDS, jit, on_device, power, properties, take, tl, triton
+
+# Bytes that a lane takes at a time; lanes of a program, which takes a row; programs for a multiprocessor.
+# With a gradient few are in work at once (two of 1024 lanes fill a multiprocessor): a row must stay in the
+# second-level cache between its two passes.
+GROUP_BYTES = 16
+LANES = {True: 1024, False: 256}
+PROGRAMS = 8
+
+
+@jit
+def target_of(targets, row, V: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Inside the vocabulary whatever it is: the host may find out later that it is not."""
+    return tl.minimum(tl.maximum(tl.load(targets + row), 0), V - 1).to(tl.int32)
+
+
+@jit
+def join(value, peaks, sums, column, y, HIDDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One block of values into the running maximum and sum of each lane."""
+    higher = tl.maximum(peaks, tl.max(value, axis=1))
+    # A lane may have seen masked entries only: exp(-inf - (-inf)) is no number.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = power(value - anchor[:, None])
+    if not HIDDEN:
+        weight = tl.where(column == y, 0.0, weight)
+    return higher, sums * power(peaks - anchor) + tl.sum(weight, axis=1)
+
+
+@jit
+def row_loss(top, rest, own):  # type: ignore[no-untyped-def]
+    """-log p(y) of rows from their statistics."""
+    gap = tl.where(own == float("-inf"), own, own - top)
+    # Where the target is the maximum, log(1 + S), by its series where S is small; elsewhere S is at least 1.
+    series = rest * (1.0 - rest * (0.5 - rest * (1.0 / 3.0 - rest * (0.25 - rest * 0.2))))
+    sure = tl.where(rest < 0.02, series, tl.log(1.0 + rest))
+    return tl.where(gap == 0.0, sure, tl.log(rest + tl.exp(gap)) - gap)
+
+
+@jit
+def write_gradient(  # type: ignore[no-untyped-def]
+    line,
+    place,
+    bias,
+    y,
+    top,
+    rest,
+    own,
+    own_slope,
+    factor,
+    constant,
+    V: tl.constexpr,
+    stride: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    LATE: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Q of a row times a factor from its scores at `line` and its statistics, to `place`, which may be the
+    same."""
+    BLOCK: tl.constexpr = LANES * GROUP
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    anchor = tl.where(top == float("-inf"), 0.0, top)
+    total = rest + tl.exp(own - anchor)
+    # A row that is masked from end to end has no normaliser.
+    inverse = factor / tl.where(total == 0.0, 1.0, total)
+    entry = 0.0
+    if not LATE:
+        # A masked target is no score of the row: nothing falls on it.
+        entry = tl.where(own == float("-inf"), 0.0, -rest * inverse)
+    if KIND != 0:
+        entry *= own_slope
+    for start in range(0, FULL, BLOCK):
+        column = start + within
+        value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, False)
+        gradient = power(value - anchor) * inverse
+        if KIND != 0:
+            gradient *= slope
+        tl.store(place + column, gradient.to(place.dtype.element_ty))
+    if stride > FULL:
+        column = FULL + within
+        value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
+        gradient = power(value - anchor) * inverse
+        if KIND != 0:
+            gradient *= slope
+        tl.store(place + column, gradient.to(place.dtype.element_ty), mask=column < stride)
+    # What stands at the target's column now is wrong: its own entry comes last.
+    tl.debug_barrier()
+    tl.store(place + y, entry)
+
+
+@jit
+def score_rows_kernel(  # type: ignore[no-untyped-def]
+    scores,
+    bias,
+    targets,
+    maximum,
+    others,
+    target,
+    log_prior,
+    nll,
+    constant,
+    rows,
+    V: tl.constexpr,
+    stride: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    LATE: tl.constexpr,
+    ALONE: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    BLOCK: tl.constexpr = LANES * GROUP
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    # A soft cap would lift the -inf that hides the target.
+    HIDDEN: tl.constexpr = GRADIENT and KIND != 2
+    within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    row = tl.program_id(0)
+    while row < rows:
+        # Rows times stride may pass 2^31.
+        line = scores + row.to(tl.int64) * stride
+        y = target_of(targets, row, V)
+        own, own_slope = take(line, bias, y, V, stride, constant, KIND, BIASED, True)
+        if HIDDEN:
+            # Then no entry has to ask whether it is the target's. Every lane reads it before one hides it.
+            tl.debug_barrier()
+            tl.store(line + y, float("-inf"))
+            tl.debug_barrier()
+
+        peaks = tl.full([LANES], float("-inf"), tl.float32)
+        sums = tl.zeros([LANES], tl.float32)
+        for start in range(0, FULL, BLOCK):
+            column = start + within
+            value, _slope = take(line, bias, column, V, stride, constant, KIND, BIASED, False)
+            peaks, sums = join(value, peaks, sums, column, y, HIDDEN)
+        if V > FULL:
+            column = FULL + within
+            value, _slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
+            peaks, sums = join(value, peaks, sums, column, y, HIDDEN)
+        highest = tl.max(peaks, axis=0)
+        # Over all entries, where the target was hidden as well.
+        top = tl.maximum(highest, own)
+        anchor = tl.where(top == float("-inf"), 0.0, top)
+        rest = tl.sum(sums * tl.exp(peaks - anchor), axis=0)
+        tl.store(maximum + row, top)
+        tl.store(others + row, rest)
+        tl.store(target + row, own)
+
+        factor = 1.0
+        if ALONE:
+            loss = row_loss(top, rest, own) - tl.load(log_prior + row)
+            tl.store(nll + row, loss)
+            # A token that its only component cannot emit has no posterior.
+            factor = tl.where(loss == float("inf"), 0.0, 1.0)
+        if GRADIENT:
+            write_gradient(
+                line, line, bias, y, top, rest, own, own_slope, factor, constant,
+                V, stride, KIND, BIASED, LATE, LANES, GROUP,
+            )  # fmt: skip
+        row += tl.num_programs(0)
+
+
+@jit
+def raise_block(  # type: ignore[no-untyped-def]
+    line,
+    bias,
+    column,
+    y,
+    anchor,
+    sums,
+    constant,
+    V: tl.constexpr,
+    stride: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """A block of scores becomes f' exp(a - anchor), which without f' joins the sum of each lane."""
+    value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, TAIL)
+    raised = power(value - anchor)
+    if KIND == 2:
+        raised = tl.where(column == y, 0.0, raised)
+    sums += tl.sum(raised, axis=1)
+    if KIND != 0:
+        raised *= slope
+    if TAIL:
+        tl.store(line + column, raised.to(line.dtype.element_ty), mask=column < stride)
+    else:
+        tl.store(line + column, raised.to(line.dtype.element_ty))
+    return sums
+
+
+@jit
+def raise_rows_kernel(  # type: ignore[no-untyped-def]
+    scores,
+    bias,
+    targets,
+    maximum,
+    others,
+    target,
+    constant,
+    rows,
+    V: tl.constexpr,
+    stride: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    BLOCK: tl.constexpr = LANES * GROUP
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    row = tl.program_id(0)
+    while row < rows:
+        line = scores + row.to(tl.int64) * stride
+        y = target_of(targets, row, V)
+        own, own_slope = take(line, bias, y, V, stride, constant, KIND, BIASED, True)
+        tl.debug_barrier()
+        if KIND != 2:
+            tl.store(line + y, float("-inf"))
+            tl.debug_barrier()
+        peaks = tl.full([LANES], float("-inf"), tl.float32)
+        for start in range(0, FULL, BLOCK):
+            value, _slope = take(line, bias, start + within, V, stride, constant, KIND, BIASED, False)
+            peaks = tl.maximum(peaks, tl.max(value, axis=1))
+        if V > FULL:
+            value, _slope = take(line, bias, FULL + within, V, stride, constant, KIND, BIASED, True)
+            peaks = tl.maximum(peaks, tl.max(value, axis=1))
+        top = tl.maximum(tl.max(peaks, axis=0), own)
+        anchor = tl.where(top == float("-inf"), 0.0, top)
+        sums = tl.zeros([LANES], tl.float32)
+        for start in range(0, FULL, BLOCK):
+            sums = raise_block(
+                line, bias, start + within, y, anchor, sums, constant, V, stride, KIND, BIASED, False
+            )
+        if stride > FULL:
+            sums = raise_block(
+                line, bias, FULL + within, y, anchor, sums, constant, V, stride, KIND, BIASED, True
+            )
+        rest = tl.sum(sums, axis=0)
+        tl.store(maximum + row, top)
+        tl.store(others + row, rest)
+        tl.store(target + row, own)
+        entry = tl.where(own == float("-inf"), 0.0, -rest)
+        if KIND != 0:
+            entry *= own_slope
+        # What stands at the target's column now is wrong: its own entry comes last.
+        tl.debug_barrier()
+        tl.store(line + y, entry)
+        row += tl.num_programs(0)
+
+
+def raise_rows(scores: Tensor, bias: Tensor | None, targets: Tensor, pointwise: Pointwise) -> Statistics:
+    """Statistics of scores [R, V], which become Q * total, in place: as `score_rows` with `gradient`, but
+    with one exponential an entry. Not for fp16, which cannot hold what stands at the target."""
+    rows, V = scores.shape
+    out = Statistics(*(scores.new_empty(rows, dtype=torch.float32) for _ in range(3)))
+    if rows:
+        lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=True)
+        with on_device(scores):
+            raise_rows_kernel[(programs(rows, scores.device),)](
+                scores, scores if bias is None else bias, targets.contiguous(), *out, pointwise.constant,
+                rows, V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind], BIASED=bias is not None,
+                LANES=lanes, GROUP=group, num_warps=warps,
+            )  # fmt: skip
+    return out
+
+
+@jit
+def gradient_rows_kernel(  # type: ignore[no-untyped-def]
+    scores,
+    out,
+    kept,
+    bias,
+    targets,
+    maximum,
+    others,
+    target,
+    constant,
+    rows,
+    V: tl.constexpr,
+    stride: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
+    SOME: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    number = tl.program_id(0).to(tl.int64)
+    row = number
+    if SOME:
+        row = tl.load(kept + number)
+    line = scores + row * stride
+    y = target_of(targets, row, V)
+    _own, own_slope = take(line, bias, y, V, stride, constant, KIND, BIASED, True)
+    # Every lane has read the target's score before it is overwritten.
+    tl.debug_barrier()
+    write_gradient(
+        line, out + number * stride, bias, y, tl.load(maximum + row), tl.load(others + row),
+        tl.load(target + row), own_slope, 1.0, constant, V, stride, KIND, BIASED, False, LANES, GROUP,
+    )  # fmt: skip
+
+
+def gradient_rows(
+    scores: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    pointwise: Pointwise,
+    statistics: Statistics,
+    *,
+    kept: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Q of rows whose statistics are known: of all, in place, or of the rows `kept` into out [kept, stride].
+
+    scores, bias and targets as in `score_rows`.
+    """
+    rows, V = (scores.shape[0] if kept is None else kept.shape[0]), scores.shape[1]
+    place = scores if out is None else out
+    if rows:
+        lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=False)
+        with on_device(scores):
+            gradient_rows_kernel[(rows,)](
+                scores, place, targets if kept is None else kept, scores if bias is None else bias,
+                targets.contiguous(), *statistics, pointwise.constant, rows,
+                V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind], BIASED=bias is not None,
+                SOME=kept is not None, LANES=lanes, GROUP=group, num_warps=warps,
+            )  # fmt: skip
+    return place
+
+
+def launch_sizes(V: int, itemsize: int, *, gradient: bool) -> tuple[int, int, int]:
+    """Lanes, scores that a lane takes at a time, and warps."""
+    group = GROUP_BYTES // itemsize
+    lanes = max(32, min(LANES[gradient], triton.next_power_of_2(-(-V // group))))
+    return lanes, group, lanes // 32
+
+
+def programs(rows: int, device: torch.device) -> int:
+    """How many programs share the rows; outside CUDA two, so that a program goes through several."""
+    if device.type != "cuda":
+        return min(rows, 2)
+    return min(rows, PROGRAMS * int(properties(device).multi_processor_count))
+
+
+def score_rows(
+    scores: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    pointwise: Pointwise,
+    *,
+    gradient: bool,
+    late: bool = False,
+    alone: tuple[Tensor, Tensor] | None = None,
+) -> Statistics:
+    """Statistics of scores [R, V]; with `gradient` the scores become Q, in place.
+
+    scores may have padded rows, whose padding is overwritten; bias is fp32, as long as the stride and -inf
+    beyond V. `late` leaves 0 at the target. `alone`, for rows that are tokens by themselves, is (log prior,
+    losses), [R] each in fp32: the losses are filled in, and Q is 0 where one is infinite.
+    """
+    rows, V = scores.shape
+    out = Statistics(*(scores.new_empty(rows, dtype=torch.float32) for _ in range(3)))
+    if rows == 0:
+        return out
+    lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=gradient)
+    log_prior, nll = (out.maximum, out.maximum) if alone is None else alone
+    with on_device(scores):
+        score_rows_kernel[(programs(rows, scores.device) if gradient else rows,)](
+            scores, scores if bias is None else bias, targets.contiguous(), *out, log_prior, nll,
+            pointwise.constant, rows, V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind],
+            BIASED=bias is not None, GRADIENT=gradient, LATE=late, ALONE=alone is not None, LANES=lanes,
+            GROUP=group, num_warps=warps,
+        )  # fmt: skip
+    return out
