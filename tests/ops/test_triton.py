@@ -193,7 +193,7 @@ def test_nan_and_infinity_stay_in_their_row():
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("rows", [512, 6], ids=["whole", "chunks"])
+@pytest.mark.parametrize("rows", [512, 12, 6], ids=["whole", "halves", "chunks"])
 def test_losses_and_gradients(make_problem, tools, monkeypatch, kind, dtype, reduction, rows):
     """The whole loop with the kernel in it."""
     monkeypatch.setattr("fullrank.ops.plan.MOST_ROWS", {"cpu": rows})
@@ -249,6 +249,21 @@ def test_skipped_rows(make_problem, tools, monkeypatch, kind, dtype, rows):
     assert tools.relative_error(truth["weight"], exact["weight"]) > 1e-3
     for name in ("rows", "log_prior", "weight", "bias"):
         assert tools.relative_error(found[name], truth[name]) < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@interpreter
+@pytest.mark.parametrize("lengths", [[5000], [3, 9000], [4097, 0, 2], [1, 4096, 5, 8193], [7] * 5], ids=str)
+def test_gradients_are_scaled_together(lengths):
+    from fullrank.ops import row_kernels
+
+    draw = torch.Generator().manual_seed(0)
+    narrow = [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
+    given = [torch.randn(length, generator=draw) for length in lengths]
+    pairs = [(x.clone(), torch.full_like(x, 9, dtype=d)) for x, d in zip(given, narrow, strict=False)]
+    row_kernels.scale_all(pairs, torch.tensor(1.7), 0.3)
+    for x, (_, out) in zip(given, pairs, strict=True):
+        want = x * (1.7 * 0.3)
+        torch.testing.assert_close(out.float(), want, rtol=8e-3 if out.itemsize == 2 else 1e-6, atol=1e-6)
 
 
 @interpreter

@@ -12,7 +12,8 @@ backward pass over the same graph finds them gone and makes them again. Second d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from fullrank.ops import chunked, late
 from fullrank.ops.gradients import Gradients, Needs
 from fullrank.ops.pointwise import from_parts
 from fullrank.ops.reference import compute_dtype
-from fullrank.ops.scaling import scale_rows
+from fullrank.ops.scaling import scale_all
 from fullrank.ops.statistics import Statistics
 from fullrank.ops.targets import Asked, Counted, count_targets
 from fullrank.ops.targets import check_targets as check_targets
@@ -46,18 +47,12 @@ def _cast(gradient: Tensor, tensor: Optional) -> Optional:
     return None if tensor is None or gradient.shape != tensor.shape else gradient.to(tensor.dtype)
 
 
-def _scale(gradient: Tensor, tensor: Optional, scale: Tensor) -> Optional:
-    """The same times the upstream gradient; overwrites the gradient."""
-    if type(gradient) is not Tensor:
-        # A traced gradient is the graph's, which may not change it.
-        return _cast(gradient * scale, tensor)
-    if tensor is None or gradient.shape != tensor.shape:
-        return None
-    if gradient.is_cuda and gradient.dtype != tensor.dtype:
-        # One kernel; a processor would scale into a copy first.
-        return scale_rows(gradient, scale, out=torch.empty_like(gradient, dtype=tensor.dtype))
-    # In place, so that W's gradient exists once.
-    return scale_rows(gradient, scale, out=gradient).to(tensor.dtype)
+def _room(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where a gradient goes when it is scaled: in place, so that W's exists once, but for one that changes
+    its dtype on CUDA, in one kernel; a processor would scale into a copy first."""
+    return (
+        torch.empty_like(gradient, dtype=dtype) if gradient.is_cuda and gradient.dtype != dtype else gradient
+    )
 
 
 def _fake_summed(needs: Needs, weight: Tensor, slopes: Optional, wide: torch.dtype) -> tuple[Optional, ...]:
@@ -105,12 +100,17 @@ def _weights(asked: Asked, token_weight: Optional, ignore_index: int, wide: torc
     return Weights(share, torch.where(largest == 0, 1.0, largest))
 
 
-def _reduced(nll: Tensor, counted: Counted, weights: Weights | None, *, mean: bool) -> tuple[Tensor, Tensor]:
+def _reduced(
+    nll: Tensor, counted: Counted, weights: Weights | None, *, mean: bool
+) -> tuple[Tensor, Tensor | float]:
     """The loss, and the factor that the gradients still lack."""
-    # Nothing counted, nothing lost: loss 0 and gradient 0, not 0/0.
     if weights is None:
-        inverse = 1.0 / max(counted.count or 0, 1) if mean else 1.0
-        return nll.sum() * inverse, nll.new_full((), inverse)
+        if not mean:
+            return nll.sum(), 1.0
+        count = counted.count or 0
+        # Nothing counted, nothing lost: loss 0 and gradient 0, not 0/0.
+        inverse = 1.0 / max(count, 1)
+        return nll.mean() if count == nll.shape[0] > 0 else nll.sum() * inverse, inverse
     # A token that is given no weight counts nothing, even at an infinite loss.
     loss, factor = torch.where(weights.share == 0, 0.0, nll * weights.share).sum(), weights.largest.clone()
     if mean:
@@ -120,28 +120,55 @@ def _reduced(nll: Tensor, counted: Counted, weights: Weights | None, *, mean: bo
     return counted.spoil(loss), counted.spoil(factor)
 
 
+class Made(NamedTuple):
+    """What a loss makes of its inputs."""
+
+    loss: Tensor
+    told: tuple[Optional, ...]
+    """What is handed out beside it, without gradients."""
+    factor: Tensor | float
+    """What the gradients still lack."""
+    gradients: tuple[Optional, ...]
+
+    def as_tensors(self) -> tuple[Tensor, ...]:
+        """As an operator returns it: nothing is an empty tensor."""
+        factor = self.factor if isinstance(self.factor, Tensor) else self.loss.new_full((), self.factor)
+        return self.loss, *_or_empty(self.loss, *self.told), factor, *_or_empty(self.loss, *self.gradients)
+
+
+class Operator(NamedTuple):
+    """An operator and what it consists of."""
+
+    registered: Any
+    """For compilers, tracers and other devices."""
+    run: Callable[..., Any]
+    setup: Callable[[Any, tuple[Any, ...], Any], tuple[Optional, ...]]
+    """Keeps what the backward pass needs, returns what is handed out."""
+    backward: Callable[..., tuple[Optional, ...]]
+    tensors: int
+    """How many of the first arguments are tensors; the plain options follow."""
+
+    def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """Differentiable; what was told is the operator's, or None in place of an empty tensor."""
+        if _plain(*inputs[: self.tensors]):
+            return Fullrank.apply(self, inputs[self.tensors :], *inputs[: self.tensors])
+        return self.registered(*inputs)
+
+
 class Fullrank(torch.autograd.Function):
     """An operator with its layers left out: what the dispatcher does for a compiler and for other devices
     takes a fifth of a millisecond a call, in which a GPU has nothing to do."""
 
     @staticmethod
-    def forward(ctx: Any, function: Any, setup: Any, backward: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output: tuple[Tensor, ...] = function(*inputs)
-        setup(ctx, inputs, output)
-        ctx.backward_of = backward
-        return output
+    def forward(ctx: Any, operator: Operator, options: tuple[Any, ...], *tensors: Optional) -> Any:
+        inputs = (*tensors, *options)
+        ctx.operator = operator
+        return operator.setup(ctx, inputs, operator.run(*inputs))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Optional) -> tuple[Optional, ...]:
-        return (None, None, None, *ctx.backward_of(ctx, *upstream))
-
-
-def _call(
-    operator: Any, function: Any, setup: Any, backward: Any, inputs: tuple[Any, ...], *, tensors: int
-) -> tuple[Tensor, ...]:
-    if _plain(*inputs[:tensors]):
-        return Fullrank.apply(function, setup, backward, *inputs)
-    return operator(*inputs)
+        gradients = ctx.operator.backward(ctx, *upstream)
+        return (None, None, *gradients[: ctx.operator.tensors])
 
 
 def _plain(*tensors: Optional) -> bool:
@@ -152,36 +179,76 @@ def _plain(*tensors: Optional) -> bool:
     return kinds <= {Tensor, torch.nn.Parameter} and not is_in_torch_dispatch_mode()
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, first: int) -> None:
-    """What the backward pass of a loss needs: the factor, and the gradients from output `first` on."""
+def _keep(ctx: Any, inputs: tuple[Any, ...], factor: Tensor | float, gradients: Sequence[Optional]) -> None:
+    """What the backward pass of a loss needs."""
+    tensors = inputs[:MIXTURE_TENSORS]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*inputs[:MIXTURE_TENSORS], output[first - 1])
+    ctx.save_for_backward(*tensors)
     ctx.options = inputs[MIXTURE_TENSORS:]
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
     # Not saved through autograd: the first backward pass takes these buffers out and gives them away.
-    ctx.gradients = list(output[first:])
+    ctx.factor, ctx.gradients = factor, gradients
+
+
+def _keep_made(ctx: Any, inputs: tuple[Any, ...], made: Made) -> tuple[Optional, ...]:
+    ctx.mark_non_differentiable(*(tensor for tensor in made.told if tensor is not None))
+    _keep(ctx, inputs, made.factor, made.gradients)
+    return made.loss, *made.told
+
+
+def _keep_tensors(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, places: tuple[int, ...]
+) -> None:
+    """The same of what a registered operator returned: an empty gradient is none."""
+    ctx.mark_non_differentiable(*output[1:])
+    *_, factor = output[: -len(places)]
+    gradients = zip(places, output[-len(places) :], strict=True)
+    _keep(ctx, inputs, factor, [
+        None if inputs[place] is None or gradient.shape != inputs[place].shape else gradient
+        for place, gradient in gradients
+    ])  # fmt: skip
 
 
 def _scaled(
-    ctx: Any, upstream: Optional, operator: Any, *, first: int, places: tuple[int, ...]
+    ctx: Any, upstream: Optional, make: Callable[..., Made], *, places: tuple[int, ...]
 ) -> tuple[Optional, ...]:
     """The finished gradients times the upstream one, at the places of their inputs."""
     _refuse_second_derivative()
     found: list[Optional] = [None] * (MIXTURE_TENSORS + len(ctx.options))
     if upstream is None:
         return tuple(found)
-    *inputs, factor = ctx.saved_tensors
     gradients, ctx.gradients = ctx.gradients, None
     if gradients is None:
         with torch.no_grad():
-            gradients = list(operator(*inputs, *ctx.options)[first:])
-    scale = upstream * factor
-    for place, gradient in zip(places, gradients, strict=True):
-        found[place] = _scale(gradient, inputs[place], scale)
+            gradients = make(*ctx.saved_tensors, *ctx.options).gradients
+    asked = [
+        (place, gradient)
+        for place, gradient in zip(places, gradients, strict=True)
+        if gradient is not None and ctx.dtypes[place] is not None
+    ]
+    if any(type(gradient) is not Tensor for _, gradient in asked):
+        # A traced gradient is the graph's, which may not change it.
+        for place, gradient in asked:
+            found[place] = (gradient * (upstream * ctx.factor)).to(ctx.dtypes[place])
+        return tuple(found)
+    pairs = [(gradient, _room(gradient, ctx.dtypes[place])) for place, gradient in asked]
+    scale_all(pairs, upstream, ctx.factor)
+    for (place, _), (_, out) in zip(asked, pairs, strict=True):
+        found[place] = out.to(ctx.dtypes[place])
     return tuple(found)
 
 
-def _mixture(
+MIXTURE = (
+    "(Tensor rows, Tensor log_prior, Tensor weight, Tensor targets, Tensor? bias, Tensor? token_weight, "
+    "Tensor? slopes, str kind, float constant, bool mean, SymInt ignore_index, bool stats, bool[] needs, "
+    "SymInt? workspace, str impl='auto', float row_skip=0.0) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+"""loss, nll [N], argmax [N], entropy [N], factor, then the gradients of the differentiable inputs."""
+MIXTURE_PLACES = (0, 1, 2, 4, 6)
+
+
+def _make_mixture(
     rows: Tensor,
     log_prior: Tensor,
     weight: Tensor,
@@ -198,27 +265,31 @@ def _mixture(
     workspace: int | None,
     impl: str = "auto",
     row_skip: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss, nll [N], argmax [N], entropy [N], factor, then the gradients of the differentiable inputs."""
+    *,
+    narrow: bool = True,
+) -> Made:
     # Inside the operator, where the values are known even under torch.compile.
     asked = Asked(targets, weight.shape[0], ignore_index)
     wide = compute_dtype(rows.dtype)
     weights = _weights(asked, token_weight, ignore_index, wide)
     out = chunked.mixture_forward(
         rows, log_prior, weight, asked, bias, None if weights is None else weights.at_most_one,
-        from_parts(kind, constant, slopes),
-        needs=Needs(*needs), late=False, stats=stats, workspace=workspace, impl=impl, row_skip=row_skip,
+        from_parts(kind, constant, slopes), needs=Needs(*needs), late=False, stats=stats,
+        workspace=workspace, impl=impl, row_skip=row_skip, narrow=narrow,
     )  # fmt: skip
     counted = asked.answer()
     nll = counted.blank(out.nll, 0.0)
     loss, factor = _reduced(nll, counted, weights, mean=mean)
+    told: tuple[Optional, ...] = (nll, None, None)
+    if out.argmax is not None and out.entropy is not None:
+        told = (nll, counted.blank(out.argmax, -1), counted.blank(out.entropy, 0.0))
     summed = _summed(out.gradients, kind, constant, slopes)
-    gradients = _or_empty(nll, out.d_rows, out.d_prior, *summed)
-    argmax, entropy = counted.blank(out.argmax, -1), counted.blank(out.entropy, 0.0)
-    return loss, nll, argmax, entropy, factor, *gradients  # type: ignore[return-value]
+    return Made(loss, told, factor, (out.d_rows, out.d_prior, *summed))
 
 
-mixture = torch.library.custom_op("fullrank::mixture", _mixture, mutates_args=())
+@torch.library.custom_op("fullrank::mixture", mutates_args=(), schema=MIXTURE)
+def mixture(*inputs: Any) -> tuple[Tensor, ...]:
+    return _make_mixture(*inputs, narrow=False).as_tensors()
 
 
 @mixture.register_fake
@@ -229,8 +300,11 @@ def _(rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, *rest: A
     return (
         nll.new_empty(()),
         nll,
-        nll.new_empty(rows.shape[0] if stats else 0, dtype=torch.int64),
-        nll.new_empty(rows.shape[0] if stats else 0),
+        *_or_empty(
+            nll,
+            nll.new_empty(rows.shape[0], dtype=torch.int64) if stats else None,
+            nll.new_empty(rows.shape[0]) if stats else None,
+        ),
         nll.new_empty(()),
         *_or_empty(
             nll,
@@ -241,23 +315,24 @@ def _(rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, *rest: A
     )
 
 
-def _mixture_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _keep(ctx, inputs, output, first=5)
-
-
 def _mixture_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optional, ...]:
-    return _scaled(ctx, upstream, mixture, first=5, places=(0, 1, 2, 4, 6))
+    return _scaled(ctx, upstream, _make_mixture, places=MIXTURE_PLACES)
 
 
-mixture.register_autograd(_mixture_backward, setup_context=_mixture_setup)
+mixture.register_autograd(_mixture_backward, setup_context=partial(_keep_tensors, places=MIXTURE_PLACES))
+mixture_loss = Operator(mixture, _make_mixture, _keep_made, _mixture_backward, MIXTURE_TENSORS)
 
 
-def mixture_loss(*inputs: Any) -> tuple[Tensor, ...]:
-    """`_mixture`, differentiable."""
-    return _call(mixture, _mixture, _mixture_setup, _mixture_backward, inputs, tensors=MIXTURE_TENSORS)
+TRUNK = (
+    "(Tensor trunk, Tensor private, Tensor log_prior, Tensor weight, Tensor targets, Tensor? bias, "
+    "Tensor? token_weight, bool mean, SymInt ignore_index, bool[] needs, SymInt? workspace, "
+    "str impl='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+"""loss, nll [N], factor, then the gradients of the differentiable inputs."""
+TRUNK_PLACES = (0, 1, 2, 3, 5)
 
 
-def _trunk_mixture(
+def _make_trunk(
     trunk: Tensor,
     private: Tensor,
     log_prior: Tensor,
@@ -270,8 +345,7 @@ def _trunk_mixture(
     needs: Sequence[bool],
     workspace: int | None,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss, nll [N], factor, then the gradients of the differentiable inputs."""
+) -> Made:
     asked = Asked(targets, weight.shape[0], ignore_index)
     weights = _weights(asked, token_weight, ignore_index, compute_dtype(trunk.dtype))
     out = trunk_forward(
@@ -281,11 +355,13 @@ def _trunk_mixture(
     counted = asked.answer()
     nll = counted.blank(out.nll, 0.0)
     loss, factor = _reduced(nll, counted, weights, mean=mean)
-    gradients = _or_empty(nll, out.d_trunk, out.d_private, out.d_prior, out.d_weight, out.d_bias)
-    return loss, nll, factor, *gradients  # type: ignore[return-value]
+    gradients = (out.d_trunk, out.d_private, out.d_prior, out.d_weight, out.d_bias)
+    return Made(loss, (nll,), factor, gradients)
 
 
-trunk_mixture = torch.library.custom_op("fullrank::trunk", _trunk_mixture, mutates_args=())
+@torch.library.custom_op("fullrank::trunk", mutates_args=(), schema=TRUNK)
+def trunk_mixture(*inputs: Any) -> tuple[Tensor, ...]:
+    return _make_trunk(*inputs).as_tensors()
 
 
 @trunk_mixture.register_fake
@@ -306,22 +382,12 @@ def _(trunk: Tensor, private: Tensor, log_prior: Tensor, weight: Tensor, *rest: 
     )
 
 
-def _trunk_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _keep(ctx, inputs, output, first=3)
-
-
 def _trunk_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optional, ...]:
-    return _scaled(ctx, upstream, trunk_mixture, first=3, places=(0, 1, 2, 3, 5))
+    return _scaled(ctx, upstream, _make_trunk, places=TRUNK_PLACES)
 
 
-trunk_mixture.register_autograd(_trunk_backward, setup_context=_trunk_setup)
-
-
-def trunk_loss(*inputs: Any) -> tuple[Tensor, ...]:
-    """`_trunk_mixture`, differentiable."""
-    return _call(
-        trunk_mixture, _trunk_mixture, _trunk_setup, _trunk_backward, inputs, tensors=MIXTURE_TENSORS
-    )
+trunk_mixture.register_autograd(_trunk_backward, setup_context=partial(_keep_tensors, places=TRUNK_PLACES))
+trunk_loss = Operator(trunk_mixture, _make_trunk, _keep_made, _trunk_backward, MIXTURE_TENSORS)
 
 
 def _rows_statistics(
@@ -362,12 +428,13 @@ def _(rows: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor
     return *per_row, rows.new_empty(rows.shape if Needs(*rest[5]).rows_alone else 0)
 
 
-def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     target, _lse, _nll, *kept = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*kept)
     ctx.save_for_backward(*inputs[:ROWS_TENSORS], target, *kept)
     ctx.options = inputs[ROWS_TENSORS:]
+    return output
 
 
 def _rows_backward(
@@ -395,10 +462,7 @@ def _rows_backward(
 
 rows_statistics.register_autograd(_rows_backward, setup_context=_rows_setup)
 
-
-def rows_losses(*inputs: Any) -> tuple[Tensor, ...]:
-    """`_rows_statistics`, differentiable."""
-    return _call(rows_statistics, _rows_statistics, _rows_setup, _rows_backward, inputs, tensors=ROWS_TENSORS)
+rows_losses = Operator(rows_statistics, _rows_statistics, _rows_setup, _rows_backward, ROWS_TENSORS)
 
 
 @torch.library.custom_op("fullrank::rows_gradient", mutates_args=())

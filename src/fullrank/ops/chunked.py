@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ from fullrank.ops.vocabulary import Vocabulary, vocabulary_for
 
 Index = slice | Tensor
 
+# A sum of so many products is rounded to bf16 along with each of them: one rounding more than a sum in fp32,
+# for half the memory of W's gradient. fp16 could not hold a sum over tokens.
+NARROW_CHUNKS = 2
+
 
 @dataclass
 class MixtureForward:
@@ -40,10 +45,10 @@ class MixtureForward:
     """[N], without weights."""
     statistics: Statistics | None
     """[N, K] each, with late weights."""
-    argmax: Tensor
-    """[N], -1 for ignored tokens; empty where not asked for."""
-    entropy: Tensor
-    """[N] nats; empty where not asked for."""
+    argmax: Tensor | None
+    """[N], -1 for ignored tokens; None where not asked for, as all that follows."""
+    entropy: Tensor | None
+    """[N] nats"""
     d_rows: Tensor | None
     """The gradient of the rows; with late weights Q W without the target's part and the factor."""
     d_prior: Tensor | None
@@ -121,24 +126,17 @@ class Chunk:
 def score_and_keep(
     vocabulary: Vocabulary,
     chunk: Chunk,
+    scores: Tensor,
     gradients: Gradients,
     mode: Mode | None,
     *,
     wanted: bool,
     lacking: bool,
-    nll: Tensor | None = None,
 ) -> Statistics:
-    """One product; leaves Q (up to `lacking`) in the buffer where `wanted`. Needs all V scores in it.
-
-    `lacking` says that the kernel may leave 1 / total to the factor. nll [rows] takes the losses of rows that
-    are tokens by themselves, which only the kernel makes.
-    """
-    scores = vocabulary.score(chunk.rows, 0, vocabulary.V)
+    """Of all V scores in the buffer; leaves Q (up to `lacking`) there where `wanted`. `lacking` says that the
+    kernel may leave 1 / total to the factor."""
     if vocabulary.plan.kernel:
-        alone = None if nll is None else (chunk.log_prior.flatten(), nll)
-        return vocabulary.run_kernel(
-            scores, chunk.targets, gradient=wanted, late=chunk.late, alone=alone, lacking=lacking
-        )
+        return vocabulary.run_kernel(scores, chunk.targets, gradient=wanted, late=chunk.late, lacking=lacking)
     parts = []
     for tile in vocabulary.tiles(scores.shape[0]):
         tokens = slice(tile.start // vocabulary.K, tile.stop // vocabulary.K)
@@ -178,6 +176,7 @@ def mixture_forward(
     workspace: int | None,
     impl: str = "auto",
     row_skip: float = 0.0,
+    narrow: bool = False,
 ) -> MixtureForward:
     """rows [N, K, D], log_prior [N, K], targets [N] that were asked about; products run in the dtype of rows.
 
@@ -187,6 +186,8 @@ def mixture_forward(
     Rows with a posterior share of at most `row_skip` may be left out of the gradient products. None are where
     that saves nothing: with late factors, with one component, in a captured graph, which cannot count them,
     and where a cut vocabulary is scored again for all rows to get statistics or the gradient of f's slopes.
+
+    `narrow`: W's gradient may be in bf16 where W is and `NARROW_CHUNKS` products make all of it.
     """
     K = rows.shape[1]
     if late and not needs.rows_alone:
@@ -196,12 +197,12 @@ def mixture_forward(
         rows, K, weight, bias, pointwise, workspace, impl=impl, stats=stats, skip=skips
     )
     work = Pass(
-        vocabulary=vocabulary, needs=needs, late=late, stats=stats,
+        vocabulary=vocabulary, needs=needs, late=late, stats=stats, narrow=narrow,
         row_skip=row_skip if skips and (vocabulary.kept or not (stats or needs.slopes)) else 0.0,
     )  # fmt: skip
 
     def run(counted: Counted) -> MixtureForward:
-        return work.run(rows, log_prior, weight, token_weight, counted)
+        return work.run(rows, log_prior, weight, token_weight, counted, asked)
 
     if not (vocabulary.plan.kernel and asked.all_expected):
         return run(asked.answer())
@@ -218,7 +219,8 @@ class Scored:
     """A chunk whose losses are known and whose gradients are to be made."""
 
     chunk: Chunk
-    statistics: Statistics
+    statistics: Statistics | None
+    """None where the losses are all that is asked of them."""
     slot: int
     """Of the buffer that holds its scores."""
     share: Tensor | None
@@ -228,6 +230,11 @@ class Scored:
     mode: Mode | None
     kept: Kept | None
     """Asked which rows are kept; Q is not made yet. None: all are, or torch finds them."""
+
+    @property
+    def known(self) -> Statistics:
+        assert self.statistics is not None
+        return self.statistics
 
 
 @dataclass(kw_only=True)
@@ -240,41 +247,27 @@ class Pass:
     stats: bool
     row_skip: float
     """0 where no row is skipped."""
+    narrow: bool
     out: MixtureForward = field(init=False)
 
     def run(
-        self, rows: Tensor, log_prior: Tensor, weight: Tensor, token_weight: Tensor | None, counted: Counted
+        self,
+        rows: Tensor,
+        log_prior: Tensor,
+        weight: Tensor,
+        token_weight: Tensor | None,
+        counted: Counted,
+        asked: Asked,
     ) -> MixtureForward:
         """Over the tokens that count; `out` is made anew."""
-        (N, K, D), vocabulary, wide = rows.shape, self.vocabulary, self.vocabulary.wide
-        needs, late, stats = self.needs, self.late, self.stats
-        # Where every token goes through the products all is written, and nothing need be zero before.
-        fill = rows.new_empty if counted.positions is None else rows.new_zeros
-        self.out = MixtureForward(
-            nll=fill(N, dtype=wide),
-            statistics=Statistics(*(fill(N, K, dtype=wide) for _ in range(3))) if late else None,
-            argmax=rows.new_full((N if stats else 0,), -1, dtype=torch.int64),
-            entropy=rows.new_zeros(N if stats else 0, dtype=wide),
-            d_rows=(rows.new_zeros if self.row_skip > 0 else fill)(rows.shape) if needs.rows else None,
-            d_prior=fill(N, K, dtype=wide) if needs.prior and not late else None,
-            gradients=empty_gradients(
-                needs, weight, vocabulary.pointwise, wide, vocabulary.entries,
-                unwritten=vocabulary.plan.kernel,
-            ),
-        )  # fmt: skip
+        started = self.started(rows, log_prior, token_weight, counted)
+        # Before anything else, so that a device has something to do.
+        first = next(started, None)
+        asked.fetch()
+        self.out = self.empty_out(rows, weight, counted)
         waiting: Scored | None = None
-        for number, index in enumerate(pieces(N, counted.positions, vocabulary.plan.tokens)):
-            targets = at(counted.targets, index)
-            chunk = Chunk(
-                index=index,
-                rows=at(rows, index).reshape(-1, D),
-                targets=targets if K == 1 else targets[:, None].expand(-1, K).flatten(),
-                log_prior=at(log_prior, index).to(wide),
-                weight=None if token_weight is None else at(token_weight, index).to(wide),
-                late=late,
-            )
-            vocabulary.slot = number % vocabulary.plan.buffers
-            scored = self.score(chunk)
+        for chunk, scores in chain(() if first is None else (first,), started):
+            scored = self.score(chunk, scores)
             if scored.kept is None:
                 self.finish(scored)
                 continue
@@ -283,36 +276,76 @@ class Pass:
             waiting = scored
         if waiting is not None:
             self.finish(waiting)
-        self.out.gradients = self.out.gradients.trimmed(vocabulary.V)
+        self.out.gradients = self.out.gradients.trimmed(self.vocabulary.V)
         return self.out
 
-    def score(self, chunk: Chunk) -> Scored:
+    def started(
+        self, rows: Tensor, log_prior: Tensor, token_weight: Tensor | None, counted: Counted
+    ) -> Iterator[tuple[Chunk, Tensor | None]]:
+        """Each chunk with its scores in the buffer, where they are kept."""
+        (N, K, D), vocabulary, wide = rows.shape, self.vocabulary, self.vocabulary.wide
+        for number, index in enumerate(pieces(N, counted.positions, vocabulary.plan.tokens)):
+            some = at(rows, index).reshape(-1, D)
+            vocabulary.slot = number % vocabulary.plan.buffers
+            scores = vocabulary.score(some, 0, vocabulary.V) if vocabulary.kept else None
+            targets = at(counted.targets, index)
+            chunk = Chunk(
+                index=index,
+                rows=some,
+                targets=targets if K == 1 else targets[:, None].expand(-1, K).flatten(),
+                log_prior=at(log_prior, index).to(wide),
+                weight=None if token_weight is None else at(token_weight, index).to(wide),
+                late=self.late,
+            )
+            yield chunk, scores
+
+    def empty_out(self, rows: Tensor, weight: Tensor, counted: Counted) -> MixtureForward:
+        (N, K, _), vocabulary, wide = rows.shape, self.vocabulary, self.vocabulary.wide
+        needs, late, plan = self.needs, self.late, self.vocabulary.plan
+        # Where every token goes through the products all is written, and nothing need be zero before.
+        fill = rows.new_empty if counted.positions is None else rows.new_zeros
+        few = plan.kernel and NARROW_CHUNKS * plan.tokens >= N and self.row_skip == 0
+        narrow = self.narrow and few and rows.dtype == weight.dtype == torch.bfloat16
+        return MixtureForward(
+            nll=fill(N, dtype=wide),
+            statistics=Statistics(*(fill(N, K, dtype=wide) for _ in range(3))) if late else None,
+            argmax=rows.new_full((N,), -1, dtype=torch.int64) if self.stats else None,
+            entropy=rows.new_zeros(N, dtype=wide) if self.stats else None,
+            d_rows=(rows.new_zeros if self.row_skip > 0 else fill)(rows.shape) if needs.rows else None,
+            d_prior=fill(N, K, dtype=wide) if needs.prior and not late else None,
+            gradients=empty_gradients(
+                needs, weight, vocabulary.pointwise, wide, vocabulary.entries,
+                unwritten=plan.kernel, weight_dtype=torch.bfloat16 if narrow else wide,
+            ),
+        )  # fmt: skip
+
+    def score(self, chunk: Chunk, scores: Tensor | None) -> Scored:
         """Losses, and Q in the buffer unless rows are to be left out of it."""
         vocabulary, out, skips = self.vocabulary, self.out, self.row_skip > 0
         kernel = vocabulary.plan.kernel
+        wanted = self.needs.products and not (skips and kernel)
         mode = Mode(chunk.log_prior.shape[0], chunk.log_prior) if self.stats else None
         nll = at(out.nll, chunk.index) if chunk.in_place else out.nll.new_empty(chunk.log_prior.shape[0])
-        # A softmax with equal weights: its kernel does all, and its factors are 1.
-        alone = (
-            kernel and vocabulary.K == 1 and chunk.weight is None and not self.late and out.d_prior is None
-        )
         # fp16 cannot hold Q * total.
-        lacking = kernel and not (alone or skips or self.late) and chunk.rows.dtype != torch.float16
+        lacking = kernel and not (skips or self.late) and chunk.rows.dtype != torch.float16
+        statistics: Statistics | None = None
         share: Tensor | None = None
         factor: Tensor | None = None
-        if vocabulary.kept:
-            statistics = score_and_keep(
-                vocabulary, chunk, replace(out.gradients, bias=None) if skips else out.gradients, mode,
-                wanted=self.needs.products and not (skips and kernel), lacking=lacking,
-                nll=nll if alone else None,
-            )  # fmt: skip
-        else:
+        if scores is None:
             statistics = statistics_of(vocabulary, chunk.rows, chunk.targets)
-        if not alone:
+        elif kernel and vocabulary.K == 1 and not self.late and chunk.weight is None and out.d_prior is None:
+            # A softmax with equal weights: its kernel does all, and its factors are 1.
+            vocabulary.run_kernel_alone(scores, chunk.targets, chunk.log_prior, nll, gradient=wanted)
+        else:
+            gradients = replace(out.gradients, bias=None) if skips else out.gradients
+            statistics = score_and_keep(
+                vocabulary, chunk, scores, gradients, mode, wanted=wanted, lacking=lacking
+            )
+        if statistics is not None:
             share, factor = vocabulary.mix(chunk.log_prior, statistics, nll, lacking=lacking)
         if not chunk.in_place:
             out.nll[chunk.index] = nll
-        if out.statistics is not None:
+        if out.statistics is not None and statistics is not None:
             for whole, column in zip(out.statistics, statistics, strict=True):
                 whole[chunk.index] = column.view(chunk.log_prior.shape)
         return Scored(
@@ -329,7 +362,7 @@ class Pass:
         if scored.share is not None and scored.factor is not None and not (self.late and kernel):
             upstream, factor = (chunk.weigh(slice(None), each) for each in (scored.share, scored.factor))
             if not kernel:
-                factor = factor * vocabulary.lacking(scored.statistics.total)
+                factor = factor * vocabulary.lacking(scored.known.total)
         if out.d_prior is not None and upstream is not None:
             out.d_prior[chunk.index] = upstream.view(chunk.log_prior.shape).neg()
         kept = None if scored.kept is None else scored.kept.read()
@@ -354,22 +387,22 @@ class Pass:
             pass
         elif not vocabulary.kept and (self.needs.products or self.stats):
             assert upstream is not None
-            part = Statistics(*(column[some] for column in scored.statistics))
+            part = Statistics(*(column[some] for column in scored.known))
             recompute_gradient(
                 vocabulary, used, chunk.targets[some], part, upstream[some], out.gradients,
                 entry=chunk.entry(part), d_rows=d_used, mode=scored.mode,
-                share=chunk.log_prior.exp() / scored.statistics.total.view(chunk.log_prior.shape),
+                share=chunk.log_prior.exp() / scored.known.total.view(chunk.log_prior.shape),
             )  # fmt: skip
         elif self.needs.products:
             if scored.kept is not None:
-                vocabulary.finish_kernel(chunk.targets, scored.statistics, scored.slot)
+                vocabulary.finish_kernel(chunk.targets, scored.known, scored.slot)
             scores = vocabulary.kept_scores(chunk.rows.shape[0], scored.slot)
             if kept is not None:
                 scores = compact(scores, kept, vocabulary.plan.copy_rows)
             if kernel or self.row_skip > 0:
                 add_bias(out.gradients, scores, scale)
             add_products(vocabulary, scores, used, scale, 0, vocabulary.V, out.gradients, d_used)
-        if scored.mode is not None:
+        if scored.mode is not None and out.argmax is not None and out.entropy is not None:
             out.argmax[chunk.index], out.entropy[chunk.index] = scored.mode.argmax, scored.mode.entropy
         if out.d_rows is not None and d_used is not None:
             if scale is not None:
@@ -392,7 +425,7 @@ class Pass:
         for start in range(0, kept.shape[0], step):
             some = kept[start : start + step]
             scores = vocabulary.finish_kernel(
-                chunk.targets, scored.statistics, scored.slot, kept=some, out=room[: some.shape[0]]
+                chunk.targets, scored.known, scored.slot, kept=some, out=room[: some.shape[0]]
             )
             if gradients.bias is not None:
                 add_bias(gradients, scores, factor[some])

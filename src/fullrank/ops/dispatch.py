@@ -186,11 +186,11 @@ def mixture_nll(
     function = (pointwise.trained, pointwise.kind, pointwise.constant)
 
     def evaluate(mean: bool, stats: bool, needs: Needs) -> tuple[Tensor, TokenStats]:
-        loss, *stat, _, _, _, _, _, _ = autograd.mixture_loss(
+        loss, nll, argmax, entropy, *_ = autograd.mixture_loss(
             rows, log_prior, weight, targets.long(), bias, token_weight, *function, mean, ignore_index,
             stats, needs, workspace, impl, float(row_skip),
         )  # fmt: skip
-        return loss, TokenStats(*stat)
+        return loss, TokenStats(nll, argmax, entropy)
 
     if impl == "reference":
         autograd.check_targets(targets, weight.shape[0], ignore_index)

@@ -38,7 +38,7 @@ class Needs(NamedTuple):
 
 @dataclass
 class Gradients:
-    """Sums over all rows, in fp32 or wider; None where not asked for.
+    """Sums over all rows, in fp32 or wider unless W's is of few products; None where not asked for.
 
     A bin of a piecewise-linear f takes in a share of all scores, one by one: fp32 would lose digits.
     """
@@ -73,10 +73,12 @@ def empty_gradients(
     entries: int | None = None,
     *,
     unwritten: bool = False,
+    weight_dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Zeros; W's and b's with `entries` rows where they are padded for the products.
 
-    `unwritten` leaves W's to the first product, which must be of all entries.
+    `unwritten` leaves W's to the first product, which must be of all entries. W's is `wide` unless told
+    otherwise.
     """
     V, D = weight.shape
     entries = V if entries is None else entries
@@ -90,7 +92,7 @@ def empty_gradients(
         weight=(
             None
             if not needs.weight
-            else torch.empty(entries, D, dtype=wide, device=weight.device)
+            else torch.empty(entries, D, dtype=weight_dtype or wide, device=weight.device)
             if unwritten
             else zeros(entries, D)
         ),

@@ -13,8 +13,8 @@ class Later:
         self._numbers = numbers
         self._ready: torch.cuda.Event | None = None
         if numbers.is_cuda:
-            here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers = here.copy_(numbers, non_blocking=True)
+            # To pinned memory, because the host goes on.
+            self._numbers = numbers.to("cpu", non_blocking=True)
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(numbers.device))
 

@@ -1,6 +1,7 @@
 """The gradient products of a chunk whose scores hold Q: dH = g (Q W), dW = Q^T (g H), db = Q^T g.
 
-Q is in the dtype of the products, W's gradient is summed over the chunks in fp32 or wider.
+Q is in the dtype of the products, W's gradient is summed over the chunks in fp32 or wider, but for the few
+chunks of `chunked.NARROW_CHUNKS`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     mix      losses and posterior shares of tokens from the statistics of their K rows
     keep     which rows have a posterior share above a bound
-    scale    out = x * factor, a factor a row; `gather` of some rows of x, `scatter` to some rows of out
+    scale    out = x * factor, a factor a row; `gather` of some rows of x, `scatter` to some rows of out; one
+             factor for several tensors
 
 All arithmetic is fp32.
 """
@@ -104,13 +105,10 @@ def keep_rows(share: Tensor, bound: float) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def scale_rows_kernel(x, factor, out, width, length, SINGLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_rows_kernel(x, factor, out, width, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
-    if SINGLE:  # noqa: SIM108 - a ternary would be an expression of both
-        scale = tl.load(factor)
-    else:
-        scale = tl.load(factor + at // width, mask=inside, other=0.0)
+    scale = tl.load(factor + at // width, mask=inside, other=0.0)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
@@ -119,12 +117,45 @@ def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     """As `scaling.py` has it, for contiguous tensors."""
     length = x.numel()
     if length:
-        width = length // x.shape[0] if factor.ndim else 1
         with on_device(x):
             scale_rows_kernel[(-(-length // SCALED),)](
-                x, factor, out, width, length, SINGLE=factor.ndim == 0, BLOCK=SCALED, num_warps=8
+                x, factor, out, length // x.shape[0], length, BLOCK=SCALED, num_warps=8
             )
     return out
+
+
+@jit
+def scale_part(x, out, block, length, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < length
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def scale_both_kernel(  # type: ignore[no-untyped-def]
+    x, out, length, other, other_out, other_length, number, factor, BLOCK: tl.constexpr
+):
+    scale = tl.load(number) * factor
+    block = tl.program_id(0)
+    blocks = tl.cdiv(length, BLOCK)
+    if block < blocks:
+        scale_part(x, out, block, length, scale, BLOCK)
+    else:
+        scale_part(other, other_out, block - blocks, other_length, scale, BLOCK)
+
+
+def scale_all(pairs: list[tuple[Tensor, Tensor]], number: Tensor, factor: float) -> None:
+    """out = x * number * factor for all (x, out) of contiguous tensors, number [] in fp32; two a launch."""
+    for place in range(0, len(pairs), 2):
+        (x, out), (other, other_out) = pairs[place], pairs[min(place + 1, len(pairs) - 1)]
+        length, other_length = x.numel(), 0 if other is x else other.numel()
+        blocks = -(-length // SCALED) - (-other_length // SCALED)
+        if blocks:
+            with on_device(number):
+                scale_both_kernel[(blocks,)](
+                    x, out, length, other, other_out, other_length, number, factor, BLOCK=SCALED, num_warps=8
+                )
 
 
 @jit

@@ -119,11 +119,9 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
     scores,
     bias,
     targets,
-    maximum,
-    others,
-    target,
-    log_prior,
-    nll,
+    first,
+    second,
+    third,
     constant,
     rows,
     V: tl.constexpr,
@@ -136,6 +134,8 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    """`first` to `third` are the places of the statistics; where ALONE, the log prior and the place of the
+    loss, and one that is not used."""
     BLOCK: tl.constexpr = LANES * GROUP
     FULL: tl.constexpr = V // BLOCK * BLOCK
     # A soft cap would lift the -inf that hides the target.
@@ -168,16 +168,16 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
         top = tl.maximum(highest, own)
         anchor = tl.where(top == float("-inf"), 0.0, top)
         rest = tl.sum(sums * tl.exp(peaks - anchor), axis=0)
-        tl.store(maximum + row, top)
-        tl.store(others + row, rest)
-        tl.store(target + row, own)
-
         factor = 1.0
         if ALONE:
-            loss = row_loss(top, rest, own) - tl.load(log_prior + row)
-            tl.store(nll + row, loss)
+            loss = row_loss(top, rest, own) - tl.load(first + row)
+            tl.store(second + row, loss)
             # A token that its only component cannot emit has no posterior.
             factor = tl.where(loss == float("inf"), 0.0, 1.0)
+        else:
+            tl.store(first + row, top)
+            tl.store(second + row, rest)
+            tl.store(third + row, own)
         if GRADIENT:
             write_gradient(
                 line, line, bias, y, top, rest, own, own_slope, factor, constant,
@@ -377,25 +377,52 @@ def score_rows(
     *,
     gradient: bool,
     late: bool = False,
-    alone: tuple[Tensor, Tensor] | None = None,
 ) -> Statistics:
     """Statistics of scores [R, V]; with `gradient` the scores become Q, in place.
 
     scores may have padded rows, whose padding is overwritten; bias is fp32, as long as the stride and -inf
-    beyond V. `late` leaves 0 at the target. `alone`, for rows that are tokens by themselves, is (log prior,
-    losses), [R] each in fp32: the losses are filled in, and Q is 0 where one is infinite.
+    beyond V. `late` leaves 0 at the target.
     """
+    out = Statistics(*(scores.new_empty(scores.shape[0], dtype=torch.float32) for _ in range(3)))
+    launch_scores(scores, bias, targets, pointwise, out, gradient=gradient, late=late)
+    return out
+
+
+def score_tokens(
+    scores: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    pointwise: Pointwise,
+    log_prior: Tensor,
+    nll: Tensor,
+    *,
+    gradient: bool,
+) -> None:
+    """The same for rows that are tokens by themselves: their losses into nll [R], with log_prior [R] in fp32,
+    and no statistics; Q is 0 where a loss is infinite."""
+    launch_scores(scores, bias, targets, pointwise, (log_prior, nll), gradient=gradient)
+
+
+def launch_scores(
+    scores: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    pointwise: Pointwise,
+    places: Statistics | tuple[Tensor, Tensor],
+    *,
+    gradient: bool,
+    late: bool = False,
+) -> None:
+    """places are for the statistics, or the log prior and the place of the losses."""
     rows, V = scores.shape
-    out = Statistics(*(scores.new_empty(rows, dtype=torch.float32) for _ in range(3)))
     if rows == 0:
-        return out
+        return
+    alone = not isinstance(places, Statistics)
     lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=gradient)
-    log_prior, nll = (out.maximum, out.maximum) if alone is None else alone
     with on_device(scores):
         score_rows_kernel[(programs(rows, scores.device) if gradient else rows,)](
-            scores, scores if bias is None else bias, targets.contiguous(), *out, log_prior, nll,
+            scores, scores if bias is None else bias, targets.contiguous(), *places[:2], places[-1],
             pointwise.constant, rows, V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind],
-            BIASED=bias is not None, GRADIENT=gradient, LATE=late, ALONE=alone is not None, LANES=lanes,
+            BIASED=bias is not None, GRADIENT=gradient, LATE=late, ALONE=alone, LANES=lanes,
             GROUP=group, num_warps=warps,
         )  # fmt: skip
-    return out

@@ -41,7 +41,7 @@ def posterior_shares(
     if impl == "reference":
         impl = "chunked"
     # A share is minus the gradient of the summed loss in its log prior.
-    found = autograd.mixture_loss(
+    found: tuple[Tensor, ...] = autograd.mixture(
         rows.to(product_dtype(rows, weight)), log_prior, weight, targets.long(), bias, None,
         pointwise.trained, pointwise.kind, pointwise.constant, False, ignore_index, False,
         Needs(prior=True), workspace, impl,

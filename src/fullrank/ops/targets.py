@@ -1,8 +1,9 @@
 """Which targets count, found with one look at their values.
 
 Reading values makes the host wait for a CUDA device, so the targets are copied to it once, and it does the
-looking: no kernel has to wait until a multiprocessor is free. Where the last calls ignored no token, all the
-work is launched as if this one did not either, and what was seen decides whether it is done again.
+looking. Where the last calls ignored no token, all the work is launched as if this one did not either, with
+the copy behind the first product: the device never waits for the host, and what was seen decides whether the
+work is done again.
 
 While a CUDA graph is captured nothing can be read. Then every token goes through the products, an ignored one
 with weight 0 (its rows must be finite), and a target outside the vocabulary makes the loss NaN instead of an
@@ -11,7 +12,6 @@ error.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -57,17 +57,8 @@ FEW_CALLS = 4
 _calls_since = FEW_CALLS
 
 
-@functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 class Asked:
-    """Targets that will be looked at; `answer` waits for them.
-
-    They come from a CUDA device as they were when asked about, beside the work that the host has launched in
-    between.
-    """
+    """Targets that will be looked at: `answer` waits for them, and for what was launched before `fetch`."""
 
     def __init__(self, targets: Tensor, V: int, ignore_index: int | None) -> None:
         self.targets, self.V, self.ignore_index = targets, V, ignore_index
@@ -75,10 +66,7 @@ class Asked:
         self._answer: Counted | None = None
         if targets.numel() == 0:
             self._answer = Counted(targets=targets, count=0)
-        self._before: torch.cuda.Event | None = None
-        if targets.is_cuda and self._answer is None and not self.captured:
-            self._before = torch.cuda.Event()
-            self._before.record(torch.cuda.current_stream(targets.device))
+        self._coming: Later | None = None
 
     @property
     def all_expected(self) -> bool:
@@ -95,14 +83,10 @@ class Asked:
             self._answer = self._captured_answer() if self.captured else self._read_answer()
         return self._answer
 
-    def _fetch(self) -> Tensor:
-        """The targets on the host."""
-        if self._before is None:
-            return self.targets
-        aside = side_stream(self.targets.device)
-        aside.wait_event(self._before)
-        with torch.cuda.stream(aside):
-            return Later(self.targets).read()
+    def fetch(self) -> None:
+        """Let the targets come to the host."""
+        if self._answer is None and self._coming is None and not self.captured:
+            self._coming = Later(self.targets)
 
     def _captured_answer(self) -> Counted:
         targets = self.targets
@@ -114,7 +98,9 @@ class Asked:
     def _read_answer(self) -> Counted:
         global _calls_since
         targets, V, ignore_index = self.targets, self.V, self.ignore_index
-        here, left_out = self._fetch(), 0
+        self.fetch()
+        assert self._coming is not None
+        here, left_out = self._coming.read(), 0
         least, most = (int(end) for end in here.aminmax())
         if ignore_index is not None and least <= ignore_index <= most:
             left_out = int((here == ignore_index).sum())

@@ -160,8 +160,9 @@ def trunk_forward(
 
     def run(counted: Counted) -> TrunkForward:
         return over_chunks(
-            vocabulary, buffer, trunk, private, log_prior, token_weight, counted, needs=needs, room=bytes_
-        )
+            vocabulary, buffer, trunk, private, log_prior, token_weight, counted, asked,
+            needs=needs, room=bytes_,
+        )  # fmt: skip
 
     if kernels is None or not asked.all_expected:
         return run(asked.answer())
@@ -182,6 +183,7 @@ def over_chunks(
     log_prior: Tensor,
     token_weight: Tensor | None,
     counted: Counted,
+    asked: Asked,
     *,
     needs: Needs,
     room: int,
@@ -207,6 +209,7 @@ def over_chunks(
         chunk = Chunk(trunk[index], private[index].contiguous(), counted.targets[index])
         scores = buffer[: chunk.trunk.shape[0]]
         torch.mm(chunk.trunk, vocabulary.shared.t(), out=scores)
+        asked.fetch()
         in_place = isinstance(index, slice)
         d_private: Tensor | None = None
         if out.d_private is not None:

@@ -53,10 +53,8 @@ class Vocabulary:
         self.pointwise = pointwise
         self.plan = plan
         self.wide = compute_dtype(product)
-        self.buffer = self.weight.new_empty(plan.buffers, plan.tokens * K, plan.stride)
         self.slot = 0
-        # Views made once: on a device that waits for the host every one of them counts.
-        self._slots, self._columns = list(self.buffer), self.weight.t()
+        self._buffers = [self.weight.new_empty(plan.tokens * K, plan.stride) for _ in range(plan.buffers)]
         self.bias = None if bias is None else bias.to(self.wide)
         self.masked: Tensor | None = None
         self.kernel_bias: Tensor | None = None
@@ -86,16 +84,16 @@ class Vocabulary:
     def score(self, rows: Tensor, start: int, stop: int) -> Tensor:
         """The product alone, [rows, stop - start], in the buffer."""
         if self.plan.kernel:
-            scores = torch.mm(rows, self._columns, out=self.kept_scores(rows.shape[0]))
+            scores = torch.mm(rows, self.weight.t(), out=self.kept_scores(rows.shape[0]))
             return scores if self.plan.stride == self.V else scores[:, : self.V]
-        flat = self.buffer.view(-1)[: rows.shape[0] * (stop - start)]
+        flat = self._buffers[0].view(-1)[: rows.shape[0] * (stop - start)]
         scores = flat.view(rows.shape[0], stop - start)
         return torch.mm(rows, self.weight[start:stop].t(), out=scores)
 
     def kept_scores(self, rows: int, slot: int | None = None) -> Tensor:
         """[rows, V], and with the kernel the padding behind; of the chunk that is at work, or of another
         slot's."""
-        lines = self._slots[self.slot if slot is None else slot]
+        lines = self._buffers[self.slot if slot is None else slot]
         return lines if rows == lines.shape[0] else lines[:rows]
 
     def run_kernel(
@@ -105,7 +103,6 @@ class Vocabulary:
         *,
         gradient: bool,
         late: bool,
-        alone: tuple[Tensor, Tensor] | None = None,
         lacking: bool = False,
     ) -> Statistics:
         """All elementwise work of a kept chunk: its statistics and, with `gradient`, Q in the buffer, times
@@ -116,7 +113,17 @@ class Vocabulary:
         if gradient and lacking:
             return score_kernels.raise_rows(scores, self.kernel_bias, targets, self.pointwise)
         return score_kernels.score_rows(
-            scores, self.kernel_bias, targets, self.pointwise, gradient=gradient, late=late, alone=alone
+            scores, self.kernel_bias, targets, self.pointwise, gradient=gradient, late=late
+        )
+
+    def run_kernel_alone(
+        self, scores: Tensor, targets: Tensor, log_prior: Tensor, nll: Tensor, *, gradient: bool
+    ) -> None:
+        """The same for rows that are tokens by themselves: their losses into nll."""
+        from fullrank.ops import score_kernels
+
+        score_kernels.score_tokens(
+            scores, self.kernel_bias, targets, self.pointwise, log_prior, nll, gradient=gradient
         )
 
     def finish_kernel(
@@ -188,7 +195,7 @@ class Vocabulary:
 
     def lacking(self, total: Tensor) -> Tensor:
         """What a row's factor still has to bring to make the buffer Q, where tiles filled it."""
-        return 1.0 / total if self.buffer.dtype == self.wide else torch.ones_like(total)
+        return 1.0 / total if self.weight.dtype == self.wide else torch.ones_like(total)
 
 
 def vocabulary_for(
