@@ -7,8 +7,9 @@ Softmax runs through every implementation that can be had (`peers.py`, K = 1; th
 step), the mixtures through ours. Each variant is timed in two sweeps over all of them, the second in reverse
 order, so that a slow drift meets all alike; the figure is the median of all steps.
 
-`time_over_softmax` and `memory_over_softmax` are over the fastest softmax under the same body. Peak memory is
-that of a whole step with parameters and optimiser.
+`time_over_softmax` and `memory_over_softmax` are over the fastest softmax under the same body, ours among
+them, `time_over_peer` and `memory_over_peer` over the fastest of the others. Peak memory is that of a whole
+step with parameters and optimiser.
 """
 
 from __future__ import annotations
@@ -239,14 +240,15 @@ def clear(body: nn.Module, device: str) -> None:
 
 
 def compare(rows: list[Row]) -> None:
-    """Ratios to the fastest softmax among the rows."""
-    plain = [row for row in rows if row["head"] == "softmax" and "missing" not in row]
-    if not plain:
-        return
-    fastest = min(plain, key=lambda row: row["milliseconds"])
-    for row in rows:
-        if "missing" in row:
+    """Ratios to the fastest softmax among the rows, and to the fastest that is not ours."""
+    timed = [row for row in rows if "missing" not in row]
+    softmax = [row for row in timed if row["head"] == "softmax"]
+    peers = [row for row in softmax if row["implementation"] != "fullrank"]
+    for name, plain in (("softmax", softmax), ("peer", peers)):
+        if not plain:
             continue
-        row["time_over_softmax"] = row["milliseconds"] / fastest["milliseconds"]
-        if row["peak_mib"] is not None:
-            row["memory_over_softmax"] = row["peak_mib"] / fastest["peak_mib"]
+        fastest = min(plain, key=lambda row: row["milliseconds"])
+        for row in timed:
+            row[f"time_over_{name}"] = row["milliseconds"] / fastest["milliseconds"]
+            if row["peak_mib"] is not None:
+                row[f"memory_over_{name}"] = row["peak_mib"] / fastest["peak_mib"]

@@ -160,10 +160,12 @@ def steps_table(rows: list[Row]) -> str:
         name = f"{row['body']} model: {row['head']} K={row['components']} {row['implementation']}{skip}"
         lines.append([
             name, number(row, "milliseconds", ".1f"), number(row, "time_over_softmax", ".3f"),
-            mib(row.get("peak_mib")), number(row, "memory_over_softmax", ".3f"),
+            number(row, "time_over_peer", ".3f"), mib(row.get("peak_mib")),
+            number(row, "memory_over_softmax", ".3f"), number(row, "memory_over_peer", ".3f"),
         ])  # fmt: skip
-    heading = ["", "ms", "/softmax", "peak MiB", "/softmax"]
-    return f"Training step, over the fastest softmax\n{aligned(heading, lines)}{missing_lines(rows)}"
+    heading = ["", "ms", "/softmax", "/peer", "peak MiB", "/softmax", "/peer"]
+    title = "Training step, over the fastest softmax and the fastest peer's"
+    return f"{title}\n{aligned(heading, lines)}{missing_lines(rows)}"
 
 
 def decoding_table(rows: list[Row]) -> str:
