@@ -19,6 +19,8 @@ read the last layer. `private` limits what the components own to the last `priva
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor, nn
 
@@ -106,6 +108,9 @@ class Contexts(nn.Module):
 
         Nothing is shared where r is the whole width.
         """
+        found = self._parts_of_few(states)
+        if found is not None:
+            return found
         leading = states[0].shape[:-1]
         every = [
             difference(state).view(*leading, count, self.private)
@@ -113,17 +118,47 @@ class Contexts(nn.Module):
             if count
         ]
         owned = every[0] if len(every) == 1 else torch.cat(every, dim=-2)
-        common: Tensor | None = None
-        if self.as_published:
-            owned = torch.tanh(owned)
-            if self.shared is not None:
-                common = torch.tanh(self.shared(states[0]))
-        else:
-            assert self.shared is not None
-            start = self.shared(states[0])
-            if self.private < self.width:
-                common, start = start.split([self.width - self.private, self.private], dim=-1)
-            owned = start[..., None, :] + owned
+        common, start = self._common(states[0])
+        owned = torch.tanh(owned) if start is None else start[..., None, :] + owned
         logits = self.gate(states[0])
         log_prior = torch.log_softmax(logits.to(compute_dtype(logits.dtype)), dim=-1)
         return common, owned, log_prior
+
+    def _common(self, state: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What components share [..., D - r], and in our form what their own part starts from [..., r]."""
+        if self.as_published:
+            return None if self.shared is None else torch.tanh(self.shared(state)), None
+        assert self.shared is not None
+        start = self.shared(state)
+        if self.private == self.width:
+            return None, start
+        common, start = start.split([self.width - self.private, self.private], dim=-1)
+        return common, start
+
+    def _parts_of_few(self, states: list[Tensor]) -> tuple[Tensor | None, Tensor, Tensor] | None:
+        """The same from one kernel, for the few tokens of a decoding step; None where that cannot serve."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not states[0].is_cuda:
+            return None
+        state, difference, gate = states[0], self.differences[0], self.gate
+        if len(states) > 1 or not (_plain(difference) and _plain(gate)) or torch.is_autocast_enabled("cuda"):
+            return None
+        weight, bias = difference.weight, difference.bias
+        if type(state) is not Tensor or any(
+            type(each) is not nn.Parameter for each in (weight, bias, gate.weight)
+        ):
+            return None
+        # Not before it is needed: Triton takes its time to load and is not everywhere.
+        from fullrank.ops import context_kernels
+
+        if not context_kernels.serves(state, weight, bias, gate.weight):
+            return None
+        common, start = self._common(state)
+        owned, log_prior = context_kernels.few_contexts(
+            state, weight, bias, gate.weight, start, tanh=self.as_published
+        )
+        return common, owned, log_prior
+
+
+def _plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module does what its weights say and nothing else: no adapter, no hook."""
+    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)

@@ -1,0 +1,179 @@
+"""Context rows and log prior of a few tokens in one kernel, without gradients: how a decoding step begins.
+
+    rows_k = f(L_k h + l_k + s),    log_prior = log_softmax(G h)
+
+with f the identity or tanh and s [r] what all components start from, or 0. torch takes up to six launches for
+this, which together can cost as much as the scores of a vocabulary. L [K r, H] is read once for every 16
+tokens. All arithmetic is fp32, the products take the narrow dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fullrank.ops import triton as base
+from fullrank.ops.triton import jit, on_device, tl, triton
+
+DTYPES = (torch.bfloat16, torch.float16)
+# Beyond so many tokens torch's products are the faster ones.
+FEW = 32
+# Tokens, outputs and inputs that a program takes at a time.
+TOKENS, OUTPUTS, INPUTS = 16, 32, 128
+
+
+def serves(states: Tensor, *weights: Tensor) -> bool:
+    """Whether the kernel takes states [..., H] with such weights."""
+    return (
+        states.is_cuda
+        and 0 < states.numel() <= FEW * states.shape[-1]
+        and base.obstacle(states.device, states.dtype) is None
+        and states.dtype in DTYPES
+        and all(weight.dtype == states.dtype and weight.is_contiguous() for weight in weights)
+    )
+
+
+@jit
+def products_of(  # type: ignore[no-untyped-def]
+    states,
+    weight,
+    token,
+    tokens,
+    output,
+    outputs,
+    H: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Some tokens' states times some rows of a weight, [TOKENS, OUTPUTS]."""
+    total = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+    for first in range(0, H, INPUTS):
+        d = first + tl.arange(0, INPUTS)
+        h = tl.load(
+            states + token[:, None] * H + d[None, :],
+            mask=(token < tokens)[:, None] & (d < H)[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            weight + output.to(tl.int64)[:, None] * H + d[None, :],
+            mask=(output < outputs)[:, None] & (d < H)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(h, tl.trans(w), total)
+    return total
+
+
+@jit
+def write_rows(  # type: ignore[no-untyped-def]
+    states,
+    weight,
+    bias,
+    start,
+    rows,
+    token,
+    tokens,
+    start_stride,
+    block,
+    H: tl.constexpr,
+    r: tl.constexpr,
+    K: tl.constexpr,
+    STARTED: tl.constexpr,
+    TANH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    output = block * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = output < K * r
+    here = (token < tokens)[:, None] & inside[None, :]
+    total = products_of(states, weight, token, tokens, output, K * r, H, TOKENS, OUTPUTS, INPUTS)
+    total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if STARTED:
+        begin = tl.load(start + token[:, None] * start_stride + (output % r)[None, :], mask=here, other=0.0)
+        total += begin.to(tl.float32)
+    if TANH:
+        small = tl.exp(-2.0 * tl.abs(total))
+        size = (1.0 - small) / (1.0 + small)
+        total = tl.where(total < 0.0, -size, size)
+    place = rows + token[:, None] * (K * r) + output[None, :]
+    tl.store(place, total.to(rows.dtype.element_ty), mask=here)
+
+
+@jit
+def write_prior(  # type: ignore[no-untyped-def]
+    states,
+    gate,
+    log_prior,
+    token,
+    tokens,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    COMPONENTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    k = tl.arange(0, COMPONENTS)
+    logits = products_of(states, gate, token, tokens, k, K, H, TOKENS, COMPONENTS, INPUTS)
+    logits = tl.where((k < K)[None, :], logits, float("-inf"))
+    below = logits - tl.max(logits, axis=1)[:, None]
+    result = below - tl.log(tl.sum(tl.exp(below), axis=1))[:, None]
+    place = log_prior + token[:, None] * K + k[None, :]
+    tl.store(place, result, mask=(token < tokens)[:, None] & (k < K)[None, :])
+
+
+@jit
+def contexts_kernel(  # type: ignore[no-untyped-def]
+    states,
+    weight,
+    bias,
+    start,
+    gate,
+    rows,
+    log_prior,
+    tokens,
+    start_stride,
+    H: tl.constexpr,
+    r: tl.constexpr,
+    K: tl.constexpr,
+    STARTED: tl.constexpr,
+    TANH: tl.constexpr,
+    COMPONENTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    # The prior first: its program has more to do after its product.
+    block = tl.program_id(0) - 1
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    if block < 0:
+        write_prior(states, gate, log_prior, token, tokens, H, K, COMPONENTS, TOKENS, INPUTS)
+    else:
+        write_rows(
+            states, weight, bias, start, rows, token, tokens, start_stride, block,
+            H, r, K, STARTED, TANH, TOKENS, OUTPUTS, INPUTS,
+        )  # fmt: skip
+
+
+def few_contexts(
+    states: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, start: Tensor | None, *, tanh: bool
+) -> tuple[Tensor, Tensor]:
+    """rows [..., K, r] and log_prior [..., K] in fp32 of states [..., H]: weight [K r, H], bias [K r], gate
+    [K, H], start [..., r]."""
+    (*leading, H), K = states.shape, gate.shape[0]
+    r = weight.shape[0] // K
+    flat = states.reshape(-1, H).contiguous()
+    tokens = flat.shape[0]
+    rows = states.new_empty(*leading, K, r)
+    log_prior = states.new_empty(*leading, K, dtype=torch.float32)
+    begin = flat if start is None else start.reshape(-1, r)
+    if begin.stride(-1) != 1:
+        begin = begin.contiguous()
+    blocks = -(-K * r // OUTPUTS)
+    with on_device(states):
+        contexts_kernel[(blocks + 1, -(-tokens // TOKENS))](
+            flat, weight, bias, begin, gate, rows, log_prior, tokens, begin.stride(0), H=H, r=r, K=K,
+            STARTED=start is not None, TANH=tanh, COMPONENTS=max(16, triton.next_power_of_2(K)),
+            TOKENS=TOKENS, OUTPUTS=OUTPUTS, INPUTS=INPUTS, num_warps=4, num_stages=4,
+        )  # fmt: skip
+    return rows, log_prior
