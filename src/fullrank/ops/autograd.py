@@ -140,7 +140,7 @@ class Operator(NamedTuple):
     """An operator and what it consists of."""
 
     registered: Any
-    """For compilers, tracers and other devices."""
+    """For compilers, tracers and tensors of other kinds."""
     run: Callable[..., Any]
     setup: Callable[[Any, tuple[Any, ...], Any], tuple[Optional, ...]]
     """Keeps what the backward pass needs, returns what is handed out."""
