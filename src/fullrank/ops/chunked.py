@@ -20,17 +20,16 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from fullrank.ops.chunks import Chunk, Index, at, pieces, rows_at
 from fullrank.ops.gradients import Gradients, Needs, empty_gradients
 from fullrank.ops.pointwise import Pointwise
 from fullrank.ops.products import add_bias, add_products, add_rows
 from fullrank.ops.scaling import scale_rows
 from fullrank.ops.skipping import Kept, compact, rows_to_keep
-from fullrank.ops.statistics import Mode, Statistics, posterior
+from fullrank.ops.statistics import Mode, Statistics
 from fullrank.ops.targets import Asked, Counted, capturing
 from fullrank.ops.tiles import finish_tile, recompute_gradient, statistics_of
 from fullrank.ops.vocabulary import Vocabulary, vocabulary_for
-
-Index = slice | Tensor
 
 # A sum of so many products is rounded to bf16 along with each of them: one rounding more than a sum in fp32,
 # for half the memory of W's gradient. fp16 could not hold a sum over tokens.
@@ -53,74 +52,6 @@ class MixtureForward:
     """The gradient of the rows; with late weights Q W without the target's part and the factor."""
     d_prior: Tensor | None
     gradients: Gradients
-
-
-def chunks(targets: Tensor, ignore_index: int | None, size: int) -> Iterator[Index]:
-    """Index every counted token, in pieces."""
-    positions = None
-    if ignore_index is not None:
-        counted = targets != ignore_index
-        if not bool(counted.all()):
-            positions = counted.nonzero()[:, 0]
-    return pieces(targets.shape[0], positions, size)
-
-
-def at(tensor: Tensor, index: Index) -> Tensor:
-    """tensor[index], and the tensor itself where that is all of it."""
-    if isinstance(index, slice) and index.start == 0 and index.stop == tensor.shape[0]:
-        return tensor
-    return tensor[index]
-
-
-def pieces(N: int, positions: Tensor | None, size: int) -> Iterator[Index]:
-    """Pieces of the positions, or slices of all N tokens where none are given."""
-    if positions is not None:
-        # An empty tensor splits into one empty piece, not into none.
-        yield from positions.split(size) if positions.numel() else ()
-        return
-    for start in range(0, N, size):
-        yield slice(start, min(start + size, N))
-
-
-@dataclass
-class Chunk:
-    """Some whole tokens with all their rows."""
-
-    index: Index
-    """Which of all tokens."""
-    rows: Tensor
-    """[tokens * K, D]"""
-    targets: Tensor
-    """[tokens * K]"""
-    log_prior: Tensor
-    """[tokens, K]"""
-    weight: Tensor | None
-    """[tokens]; None is 1 for every token."""
-    late: bool
-    """The tokens' factors come with the backward pass: until then every row counts 1."""
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the tokens lie side by side, so that results can be written where they belong."""
-        return isinstance(self.index, slice)
-
-    def upstream(self, tokens: slice, row_nll: Tensor) -> Tensor:
-        """g of each row of some tokens: the token's weight times the row's posterior share."""
-        if self.late:
-            return torch.ones_like(row_nll)
-        prior = self.log_prior[tokens]
-        _, share = posterior(prior, row_nll.view(prior.shape))
-        return self.weigh(tokens, share)
-
-    def weigh(self, tokens: slice, share: Tensor) -> Tensor:
-        """The same from posterior shares [tokens, K]."""
-        if self.late:
-            return torch.ones_like(share).flatten()
-        return (share if self.weight is None else share * self.weight[tokens, None]).flatten()
-
-    def entry(self, statistics: Statistics) -> Tensor:
-        """What stands at the target: with late factors nothing, `add_own` brings it."""
-        return torch.zeros_like(statistics.others) if self.late else statistics.deficit
 
 
 def score_and_keep(
@@ -439,10 +370,3 @@ class Pass:
                 row_kernels.scatter_rows(d_kept, factor, kept, place)
             else:
                 out.d_rows[rows_at(chunk, kept)] = scale_rows(d_kept, factor[kept], out=d_kept)
-
-
-def rows_at(chunk: Chunk, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where some rows of a chunk stand among all: the token, and which of its K."""
-    K = chunk.log_prior.shape[1]
-    token = rows // K
-    return token + chunk.index.start if isinstance(chunk.index, slice) else chunk.index[token], rows % K

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullrank.ops.chunked import pieces
+from fullrank.ops.chunks import pieces
 from fullrank.ops.gradients import Gradients, Needs, add_slope_gradient, empty_gradients
 from fullrank.ops.pointwise import Pointwise
 from fullrank.ops.products import add_bias, add_products

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fullrank.errors import FullrankError
-from fullrank.ops.chunked import pieces
+from fullrank.ops.chunks import pieces
 from fullrank.ops.gradients import Needs
 from fullrank.ops.plan import DEVICE_MOST_ROWS, MIB, MOST_ROWS, default_workspace
 from fullrank.ops.products import add_wide

@@ -38,7 +38,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from fullrank.errors import FullrankError
 from fullrank.ops import log_probs as log_probs_module
 from fullrank.ops.arguments import check_mixture, check_reduction, product_dtype
-from fullrank.ops.chunked import chunks
+from fullrank.ops.chunks import chunks
 from fullrank.ops.dispatch import TokenStats
 from fullrank.ops.gradients import Gradients, Needs, empty_gradients
 from fullrank.ops.plan import default_workspace
