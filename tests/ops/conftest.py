@@ -6,6 +6,8 @@ sum of clamped ramps, so that a wrong definition cannot agree with itself.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -33,6 +35,14 @@ TRAINED = ("rows", "log_prior", "weight", "bias", "slopes")
 CAP, LIMIT = 3.0, 2.0
 TRAINABLE = {"plif": 6, "capped_sigsoftmax": 1}
 """Numbers that f trains."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+        skip = pytest.mark.skip(reason="needs Triton and TRITON_INTERPRET=1")
+        for item in items:
+            if item.get_closest_marker("interpreter"):
+                item.add_marker(skip)
 
 
 @dataclass(frozen=True, kw_only=True)

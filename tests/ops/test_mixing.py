@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -21,22 +15,9 @@ from fullrank.ops import (
     row_scores,
 )
 
-INSTALLED = importlib.util.find_spec("triton") is not None
-INTERPRETED = INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
-interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FUNCTIONS = {"identity": IDENTITY, "sigsoftmax": SIGSOFTMAX, "softcap": Softcap(3.0)}
 every_function = pytest.mark.parametrize("kind", FUNCTIONS)
-
-
-@pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs Triton; already inside the interpreter")
-def test_everything_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
 
 
 def draw(N, K, D, V, *, device="cpu", dtype=torch.float32, seed=0):
@@ -66,7 +47,7 @@ def agree(rows, log_prior, weight, bias, f, found, best):
     torch.testing.assert_close(exact.gather(1, best[1][:, None])[:, 0], exact.amax(1), rtol=bound, atol=bound)
 
 
-@interpreter
+@pytest.mark.interpreter
 @every_function
 @pytest.mark.parametrize(
     "sizes",
@@ -100,7 +81,7 @@ def test_programs_take_more_entries_where_there_are_many_tokens():
     assert [block_size(N, 50304) for N in (1, 8, 10, 11, 64)] == [SMALL, SMALL, SMALL, LARGE, LARGE]
 
 
-@interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("K", [1, 5, 17])
 def test_kernels_with_either_block(block, K):
     from fullrank.ops.mixing_kernels import mix_scores
@@ -112,7 +93,7 @@ def test_kernels_with_either_block(block, K):
     agree(rows, log_prior, weight, bias, IDENTITY, found, best)
 
 
-@interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("K", [1, 3, 20])
 def test_the_first_of_equal_entries_is_the_best(block, K):
     from fullrank.ops.mixing_kernels import mix_scores
@@ -128,7 +109,7 @@ def test_the_first_of_equal_entries_is_the_best(block, K):
     assert mix_scores(scores, log_prior, None, IDENTITY, best=True)[1].tolist() == [block] * 2
 
 
-@interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("K", [2, 18])
 def test_the_best_may_lie_in_the_last_partial_block(block, K):
     from fullrank.ops.mixing_kernels import mix_scores
@@ -143,7 +124,7 @@ def test_the_best_may_lie_in_the_last_partial_block(block, K):
     torch.testing.assert_close(value.double(), want, rtol=1e-6, atol=1e-6)
 
 
-@interpreter
+@pytest.mark.interpreter
 def test_entries_far_below_the_best_keep_their_log_probability(block):
     """On the common scale that finds the best they would vanish: the table has one for each entry."""
     from fullrank.ops.mixing_kernels import mix_scores
@@ -162,7 +143,7 @@ def test_entries_far_below_the_best_keep_their_log_probability(block):
     assert entry.item() == exact.argmax().item() == 0
 
 
-@interpreter
+@pytest.mark.interpreter
 @every_function
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, 1e30])
 def test_a_masked_tail_of_the_vocabulary_is_never_seen(kind, rubbish):
@@ -180,7 +161,7 @@ def test_a_masked_tail_of_the_vocabulary_is_never_seen(kind, rubbish):
     agree(rows, log_prior, weight[:500], None, f, found[:, :500], best)
 
 
-@interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("K", [3, 20])
 def test_a_token_that_nothing_can_emit(K):
     from fullrank.ops.mixing_kernels import mix_scores
@@ -196,7 +177,7 @@ def test_a_token_that_nothing_can_emit(K):
         assert entry.tolist() == [0, 0]
 
 
-@interpreter
+@pytest.mark.interpreter
 def test_no_number_gives_no_number_and_an_entry_that_exists():
     from fullrank.ops.mixing_kernels import mix_scores
 
@@ -212,7 +193,7 @@ def test_no_number_gives_no_number_and_an_entry_that_exists():
     assert entry.tolist() == [0, 0]
 
 
-@interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_pieces_write_the_whole_result(monkeypatch, pieces):
     """The way of CUDA, with tensors of the processor."""

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,19 +34,8 @@ FUNCTIONS = {"identity": IDENTITY, "sigsoftmax": SIGSOFTMAX, "softcap": Softcap(
 # Twice the rounding of the stored Q.
 ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
-interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
 every_function = pytest.mark.parametrize("kind", FUNCTIONS)
 every_dtype = pytest.mark.parametrize("dtype", ROUNDING, ids=["fp32", "fp16", "bf16"])
-
-
-@pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs Triton; already inside the interpreter")
-def test_everything_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
 
 
 def definition(
@@ -102,7 +90,7 @@ def check(
     torch.testing.assert_close(scores.double(), Q, rtol=ROUNDING[dtype], atol=1e-7)
 
 
-@interpreter
+@pytest.mark.interpreter
 @every_function
 @every_dtype
 @pytest.mark.parametrize("V", [1, 7, 512, 513, 9001])
@@ -114,14 +102,14 @@ def test_statistics_and_gradient_of_scores(kind, dtype, V):
     check(values[:1], torch.randn(V, generator=draw), y[:1], FUNCTIONS[kind], dtype)
 
 
-@interpreter
+@pytest.mark.interpreter
 @every_function
 def test_target_left_out(kind):
     values = torch.randn(4, 700, generator=torch.Generator().manual_seed(1))
     check(values, None, torch.tensor([0, 699, 5, 512]), FUNCTIONS[kind], torch.float32, late=True)
 
 
-@interpreter
+@pytest.mark.interpreter
 @every_function
 @every_dtype
 def test_masks_and_a_masked_target(kind, dtype):
@@ -134,7 +122,7 @@ def test_masks_and_a_masked_target(kind, dtype):
     check(torch.randn(4, 1300, generator=draw), bias, y, FUNCTIONS[kind], dtype)
 
 
-@interpreter
+@pytest.mark.interpreter
 @every_dtype
 @pytest.mark.parametrize("gap", [10.0, 20.0, 60.0])
 def test_confident_rows_keep_their_digits(dtype, gap):
@@ -152,7 +140,7 @@ def test_confident_rows_keep_their_digits(dtype, gap):
     )
 
 
-@interpreter
+@pytest.mark.interpreter
 @every_function
 def test_extreme_scores(kind):
     values = torch.randn(6, 600, generator=torch.Generator().manual_seed(3))
@@ -176,7 +164,7 @@ def test_extreme_scores(kind):
     torch.testing.assert_close(scores.double(), Q, rtol=5e-4, atol=1e-7)
 
 
-@interpreter
+@pytest.mark.interpreter
 def test_nan_and_infinity_stay_in_their_row():
     from fullrank.ops import score_kernels
 
@@ -189,7 +177,7 @@ def test_nan_and_infinity_stay_in_their_row():
     assert scores[1:].isnan().all(1).tolist() == [True, True, True]
 
 
-@interpreter
+@pytest.mark.interpreter
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -208,7 +196,7 @@ def test_losses_and_gradients(make_problem, tools, monkeypatch, kind, dtype, red
         tools.as_good(gradient, plain[1][name], truth[1][name], floor=floor)
 
 
-@interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("trained", [("rows",), ("weight",), ("bias",), ("log_prior",), ()], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_some_gradients_and_ignored_tokens(make_problem, tools, trained, reduction):
@@ -229,7 +217,7 @@ def test_some_gradients_and_ignored_tokens(make_problem, tools, trained, reducti
         torch.testing.assert_close(found[name], gradients[name], rtol=1e-5, atol=1e-6)
 
 
-@interpreter
+@pytest.mark.interpreter
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("rows", [512, 8], ids=["whole", "chunks"])
@@ -251,7 +239,7 @@ def test_skipped_rows(make_problem, tools, monkeypatch, kind, dtype, rows):
         assert tools.relative_error(found[name], truth[name]) < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
-@interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("lengths", [[5000], [3, 9000], [4097, 0, 2], [1, 4096, 5, 8193], [7] * 5], ids=str)
 def test_gradients_are_scaled_together(lengths):
     from fullrank.ops import row_kernels
@@ -266,7 +254,7 @@ def test_gradients_are_scaled_together(lengths):
         torch.testing.assert_close(out.float(), want, rtol=8e-3 if out.itemsize == 2 else 1e-6, atol=1e-6)
 
 
-@interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("rows", [1, 37, 9000])
 def test_rows_are_kept_in_their_order(rows):
     from fullrank.ops import row_kernels
@@ -279,7 +267,7 @@ def test_rows_are_kept_in_their_order(rows):
     assert torch.equal(kept[: int(count)], want)
 
 
-@interpreter
+@pytest.mark.interpreter
 @every_function
 @pytest.mark.parametrize("weighted", [False, True], ids=["equal", "weighted"])
 @pytest.mark.parametrize("rows", [512, 3], ids=["whole", "chunks"])
@@ -308,7 +296,7 @@ def test_one_component(make_problem, tools, monkeypatch, kind, weighted, rows):
         torch.testing.assert_close(*alone, rtol=1e-6, atol=1e-6)
 
 
-@interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("skip", [0.0, 0.05])
 def test_ignored_tokens_that_nobody_expected(make_problem, tools, monkeypatch, skip):
     """Work begins as if none were ignored, and is done again; a wrong target raises all the same."""
@@ -344,7 +332,7 @@ def test_a_call_expects_what_the_last_ones_had(monkeypatch):
     assert Asked(plain, 5, -100).all_expected
 
 
-@interpreter
+@pytest.mark.interpreter
 def test_nothing_counted_leaves_zeros(make_problem, tools):
     problem = make_problem(5, 2, 8, 70, dtype=torch.float32, bias=True)
     problem.targets[:] = -100
