@@ -375,7 +375,9 @@ def run_on_cuda(config: Config) -> int:
             deadline=config.deadline, seed=config.seed, bodies=config.bodies,
         )  # fmt: skip
     document = gpu_suite.run_suite(settings)
-    print(f"\n{document['device']}, {settings.out}\n\n{gpu_table.tables(document)}")
+    shown = f"{document['device']}, {settings.out}\n\n{gpu_table.tables(document)}"
+    write_whole(settings.out.with_suffix(".txt"), shown + "\n")
+    print(f"\n{shown}")
     return 0
 
 

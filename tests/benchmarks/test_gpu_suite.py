@@ -152,6 +152,15 @@ def test_other_parts_run_and_the_file_keeps_what_was_not_run(tmp_path: Path) -> 
     assert len(shown) < 6000
 
 
+def test_the_command_leaves_figures_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, out = module("output_layer"), tmp_path / "figures.json"
+    assert command.run(command.Config(device="cpu", tiny=True, only=("stages",), out=out)) == 0
+    assert json.loads(out.read_text())["stages"]
+    shown = out.with_suffix(".txt").read_text()
+    assert "Stages of our call, ms" in shown
+    assert shown in capsys.readouterr().out
+
+
 def test_a_spent_budget_is_a_reason(tmp_path: Path) -> None:
     settings, suite = module("gpu_settings"), module("gpu_suite")
     late = dataclasses.replace(settings.tiny(out=tmp_path / "figures.json"), deadline=-1.0)
