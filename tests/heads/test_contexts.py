@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.heads import RowHead
-from fullrank.heads.contexts import LockedDropout
+from fullrank.heads.contexts import LockedDropout, does_what_its_weights_say
 
 DROPOUT = {"moc": False, "mos": False, "moss": False, "trunk": False, "doc": True}
 """Which mixtures share one mask among their components."""
@@ -117,3 +117,19 @@ def test_dropout_keeps_the_mean() -> None:
 def test_impossible_dropout_is_named(mixture: Any, probability: float) -> None:
     with pytest.raises(FullrankError, match=r"dropout=.*expected 0 <= dropout < 1"):
         mixture.build(dropout=probability)
+
+
+def test_layers_that_do_more_than_their_weights_say() -> None:
+    """The kernel for a few tokens takes weights, and passes by what somebody put around them."""
+
+    class Adapted(nn.Linear):
+        pass
+
+    plain, hooked, wrapped = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+    hooked.register_forward_pre_hook(lambda *_: None)
+    # As libraries do that fetch weights from elsewhere for the time of a call.
+    wrapped.forward = lambda states: states  # type: ignore[method-assign]
+    found = [
+        does_what_its_weights_say(each) for each in (plain, hooked, wrapped, Adapted(3, 2), nn.Identity())
+    ]
+    assert found == [True, False, False, False, False]

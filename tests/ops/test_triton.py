@@ -197,6 +197,19 @@ def test_losses_and_gradients(make_problem, tools, monkeypatch, kind, dtype, red
 
 
 @pytest.mark.interpreter
+def test_a_prior_of_one_component_may_be_a_view():
+    """The kernel that makes the losses of a softmax reads it by itself."""
+    draw = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(9, 1, 8, generator=draw), torch.randn(70, 8, generator=draw)
+    targets, wide = torch.randint(70, (9,), generator=draw), torch.randn(9, 4, generator=draw)
+    for log_prior in (torch.full((1, 1), -0.5).expand(9, 1), wide[:, 1:2]):
+        want, found = (
+            mixture_nll(rows, log_prior, weight, targets, impl=impl) for impl in ("chunked", "triton")
+        )
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("trained", [("rows",), ("weight",), ("bias",), ("log_prior",), ()], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_some_gradients_and_ignored_tokens(make_problem, tools, trained, reduction):

@@ -250,6 +250,18 @@ def test_kernels_on_ignored_tokens_that_nobody_expected(monkeypatch):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("since", [0, 100], ids=["looked at first", "expected"])
+def test_kernels_on_targets_and_priors_that_are_views(monkeypatch, since):
+    mine = {name: tensor.detach() for name, tensor in leaves(problem(N=9), torch.float16).items()}
+    targets, log_prior = mine["targets"], mine["log_prior"]
+    views = torch.stack([targets, targets - 1], 1)[:, 0], log_prior.t().contiguous().t()
+    monkeypatch.setattr("fullrank.ops.targets._calls_since", since)
+    want = by_trunk(mine, impl="triton")
+    monkeypatch.setattr("fullrank.ops.targets._calls_since", since)
+    assert torch.equal(by_trunk(mine | {"targets": views[0], "log_prior": views[1]}, impl="triton"), want)
+
+
+@pytest.mark.interpreter
 def test_kernels_on_a_row_without_entries():
     """Every entry masked for a token that has nothing: infinite loss, no gradient, and no harm to others."""
     inputs = problem(N=5, V=90)

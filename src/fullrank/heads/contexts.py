@@ -140,7 +140,9 @@ class Contexts(nn.Module):
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not states[0].is_cuda:
             return None
         state, difference, gate = states[0], self.differences[0], self.gate
-        if len(states) > 1 or not (_plain(difference) and _plain(gate)) or torch.is_autocast_enabled("cuda"):
+        if len(states) > 1 or torch.is_autocast_enabled("cuda"):
+            return None
+        if not (does_what_its_weights_say(difference) and does_what_its_weights_say(gate)):
             return None
         weight, bias = difference.weight, difference.bias
         if type(state) is not Tensor or any(
@@ -159,6 +161,8 @@ class Contexts(nn.Module):
         return common, owned, log_prior
 
 
-def _plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module does what its weights say and nothing else: no adapter, no hook."""
-    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+def does_what_its_weights_say(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear map and nothing else: no adapter, no hook, no call that somebody put in
+    place of its own."""
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Linear and not hooked and "forward" not in vars(module)

@@ -45,9 +45,9 @@ class MixtureForward:
     statistics: Statistics | None
     """[N, K] each, with late weights."""
     argmax: Tensor | None
-    """[N], -1 for ignored tokens; None where not asked for, as all that follows."""
+    """[N], -1 for ignored tokens; None where not asked for."""
     entropy: Tensor | None
-    """[N] nats"""
+    """[N] nats; None where not asked for."""
     d_rows: Tensor | None
     """The gradient of the rows; with late weights Q W without the target's part and the factor."""
     d_prior: Tensor | None

@@ -18,7 +18,7 @@ def scale_rows(x: Tensor, factor: Tensor, *, out: Tensor) -> Tensor:
 
 
 def scale_all(pairs: list[tuple[Tensor, Tensor]], number: Tensor, factor: Tensor | float) -> None:
-    """out = x * number * factor for every (x, out), with numbers [] in fp32 or wider; on CUDA in one launch
+    """out = x * number * factor for every (x, out), with numbers [] in fp32 or wider; on CUDA two in a launch
     where that serves."""
     if pairs and number.is_cuda and number.dtype == torch.float32:
         from fullrank.ops import row_kernels, triton

@@ -400,7 +400,7 @@ def score_tokens(
 ) -> None:
     """The same for rows that are tokens by themselves: their losses into nll [R], with log_prior [R] in fp32,
     and no statistics; Q is 0 where a loss is infinite."""
-    launch_scores(scores, bias, targets, pointwise, (log_prior, nll), gradient=gradient)
+    launch_scores(scores, bias, targets, pointwise, (log_prior.contiguous(), nll), gradient=gradient)
 
 
 def launch_scores(
