@@ -18,7 +18,7 @@ from fullrank.models.attention import (
     install_normaliser,
     replace_normaliser,
 )
-from fullrank.ops.normalisers import NORMALISERS, normalise
+from fullrank.models.normalisers import NORMALISERS, normalise
 
 V, TIME = 40, 10
 SIZES = {

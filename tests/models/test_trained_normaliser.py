@@ -13,8 +13,8 @@ import torch
 
 from fullrank.errors import FullrankError
 from fullrank.models.attention import IMPLEMENTATION
+from fullrank.models.normalisers import NORMALISERS
 from fullrank.models.transformer import TransformerBody
-from fullrank.ops.normalisers import NORMALISERS
 from fullrank.train.build import build
 from fullrank.train.config import BodyConfig, from_json, override, to_json
 from fullrank.train.optimiser import make

@@ -28,8 +28,8 @@ from fullrank.ops import (
     linear_logprob,
     mixture_nll,
 )
-from fullrank.ops import plan as plan_module
-from fullrank.ops.plan import Plan, make_plan
+from fullrank.ops import workspace as plan_module
+from fullrank.ops.workspace import Plan, make_plan
 
 TRAINED = ("rows", "log_prior", "weight", "bias", "slopes")
 CAP, LIMIT = 3.0, 2.0

@@ -122,7 +122,7 @@ def test_weight_gradient_does_not_lose_digits_with_the_number_of_chunks(make_pro
     _, truth = tools.differentiate(problem.to(torch.float64), lambda p: p.plain_nll("sum"))
     errors = []
     for rows in (512, 2):
-        monkeypatch.setattr("fullrank.ops.plan.MOST_ROWS", {"cpu": rows})
+        monkeypatch.setattr("fullrank.ops.workspace.MOST_ROWS", {"cpu": rows})
         _, got = tools.differentiate(problem, lambda p: p.nll(reduction="sum"))
         errors.append(tools.relative_error(got["weight"], truth["weight"]))
     assert errors[1] <= 1.1 * errors[0] + 1e-3
@@ -272,7 +272,7 @@ def test_any_cut_gives_the_same_answer(make_problem, tools, workspace, most_rows
     problem = make_problem(13, 3, 4, 30, bias=True, kind="sigsoftmax")
     want = tools.differentiate(problem, lambda p: p.nll(reduction=reduction))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullrank.ops.plan.MOST_ROWS", {"cpu": most_rows})
+        patch.setattr("fullrank.ops.workspace.MOST_ROWS", {"cpu": most_rows})
         got = tools.differentiate(problem, lambda p: p.nll(reduction=reduction, workspace=workspace))
     torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=1e-13)
     for name in ("rows", "log_prior", "weight", "bias"):

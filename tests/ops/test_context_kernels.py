@@ -30,7 +30,7 @@ def definition(
     ("shape", "K", "r", "H"), [((1,), 10, 20, 24), ((3, 7), 3, 5, 130), ((17,), 1, 33, 8)]
 )
 def test_rows_and_prior(shape, K, r, H, tanh, started):
-    from fullrank.ops import context_kernels
+    from fullrank.ops.decode import contexts as context_kernels
 
     draw = torch.Generator().manual_seed(0)
 
@@ -56,7 +56,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    from fullrank.ops import context_kernels
+    from fullrank.ops.decode import contexts as context_kernels
 
     calls: list[int] = []
     taken = context_kernels.few_contexts

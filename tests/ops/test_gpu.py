@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fullrank.ops import IDENTITY, SIGSOFTMAX, Pointwise, Softcap, linear_logprob, mixture_nll
-from fullrank.ops.plan import MIB
+from fullrank.ops.workspace import MIB
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import torch
 
 from fullrank.errors import FullrankError
 from fullrank.ops import mixture_log_probs
-from fullrank.ops.plan import MIB
+from fullrank.ops.workspace import MIB
 
 ALL = ("rows", "log_prior", "weight", "bias", "slopes")
 SHAPES = {

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.ops import memory
-from fullrank.ops.memory import memory_logsumexp, reference
+from fullrank.ops.memory import chunked as memory
+from fullrank.ops.memory.chunked import memory_logsumexp, reference
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -55,7 +55,7 @@ def agree(rows, log_prior, weight, bias, f, found, best):
 )
 @pytest.mark.parametrize("biased", [True, False])
 def test_kernels(kind, sizes, biased):
-    from fullrank.ops.mixing_kernels import mix_scores
+    from fullrank.ops.decode.kernels import mix_scores
 
     rows, log_prior, weight, bias = draw(*sizes)
     if not biased or sizes[3] == 1:
@@ -69,14 +69,14 @@ def test_kernels(kind, sizes, biased):
 @pytest.fixture(params=[True, False], ids=["large", "small"])
 def block(request, monkeypatch):
     """The number of entries that a program of the mixture takes."""
-    from fullrank.ops import mixing_kernels
+    from fullrank.ops.decode import kernels as mixing_kernels
 
     monkeypatch.setattr(mixing_kernels, "FILLING", 0 if request.param else 10**9)
     return mixing_kernels.LARGE if request.param else mixing_kernels.SMALL
 
 
 def test_programs_take_more_entries_where_there_are_many_tokens():
-    from fullrank.ops.mixing_kernels import LARGE, SMALL, block_size
+    from fullrank.ops.decode.kernels import LARGE, SMALL, block_size
 
     assert [block_size(N, 50304) for N in (1, 8, 10, 11, 64)] == [SMALL, SMALL, SMALL, LARGE, LARGE]
 
@@ -84,7 +84,7 @@ def test_programs_take_more_entries_where_there_are_many_tokens():
 @pytest.mark.interpreter
 @pytest.mark.parametrize("K", [1, 5, 17])
 def test_kernels_with_either_block(block, K):
-    from fullrank.ops.mixing_kernels import mix_scores
+    from fullrank.ops.decode.kernels import mix_scores
 
     rows, log_prior, weight, bias = draw(2, K, 8, 2 * block + 70)
     scores = rows.flatten(0, 1) @ weight.t()
@@ -96,7 +96,7 @@ def test_kernels_with_either_block(block, K):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("K", [1, 3, 20])
 def test_the_first_of_equal_entries_is_the_best(block, K):
-    from fullrank.ops.mixing_kernels import mix_scores
+    from fullrank.ops.decode.kernels import mix_scores
 
     V = 3 * block + 10
     scores = torch.randn(2 * K, V, generator=torch.Generator().manual_seed(1))
@@ -112,7 +112,7 @@ def test_the_first_of_equal_entries_is_the_best(block, K):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("K", [2, 18])
 def test_the_best_may_lie_in_the_last_partial_block(block, K):
-    from fullrank.ops.mixing_kernels import mix_scores
+    from fullrank.ops.decode.kernels import mix_scores
 
     V = 2 * block + 3
     scores = torch.randn(2 * K, V, generator=torch.Generator().manual_seed(0))
@@ -127,7 +127,7 @@ def test_the_best_may_lie_in_the_last_partial_block(block, K):
 @pytest.mark.interpreter
 def test_entries_far_below_the_best_keep_their_log_probability(block):
     """On the common scale that finds the best they would vanish: the table has one for each entry."""
-    from fullrank.ops.mixing_kernels import mix_scores
+    from fullrank.ops.decode.kernels import mix_scores
 
     V = block + 5
     scores = -torch.linspace(0.0, 900.0, V).repeat(3, 1)
@@ -147,7 +147,7 @@ def test_entries_far_below_the_best_keep_their_log_probability(block):
 @every_function
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, 1e30])
 def test_a_masked_tail_of_the_vocabulary_is_never_seen(kind, rubbish):
-    from fullrank.ops.mixing_kernels import mix_scores
+    from fullrank.ops.decode.kernels import mix_scores
 
     rows, log_prior, weight, _ = draw(2, 3, 8, 600)
     bias = torch.zeros(600)
@@ -164,7 +164,7 @@ def test_a_masked_tail_of_the_vocabulary_is_never_seen(kind, rubbish):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("K", [3, 20])
 def test_a_token_that_nothing_can_emit(K):
-    from fullrank.ops.mixing_kernels import mix_scores
+    from fullrank.ops.decode.kernels import mix_scores
 
     scores = torch.randn(2 * K, 300, generator=torch.Generator().manual_seed(0))
     log_prior = torch.zeros(2, K).log_softmax(1)
@@ -179,7 +179,7 @@ def test_a_token_that_nothing_can_emit(K):
 
 @pytest.mark.interpreter
 def test_no_number_gives_no_number_and_an_entry_that_exists():
-    from fullrank.ops.mixing_kernels import mix_scores
+    from fullrank.ops.decode.kernels import mix_scores
 
     scores = torch.zeros(2 * 2, 512)
     scores[0, 7] = torch.nan
@@ -197,7 +197,7 @@ def test_no_number_gives_no_number_and_an_entry_that_exists():
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_pieces_write_the_whole_result(monkeypatch, pieces):
     """The way of CUDA, with tensors of the processor."""
-    monkeypatch.setattr("fullrank.ops.log_probs._mixing_serves", lambda *_: True)
+    monkeypatch.setattr("fullrank.ops.decode.operator._mixing_serves", lambda *_: True)
     joined = []
     cat = torch.cat
     monkeypatch.setattr(torch, "cat", lambda *given: joined.append(given) or cat(*given))

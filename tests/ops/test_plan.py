@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fullrank.errors import FullrankError
-from fullrank.ops.plan import MIB, Plan, default_workspace, make_plan
+from fullrank.ops.workspace import MIB, Plan, default_workspace, make_plan
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fullrank.ops import chunked, late
+from fullrank.ops import late
+from fullrank.ops.mixture import chunked
 
 N, K, D, V = 24, 3, 6, 50
 PRODUCT = 2 * N * K * D * V

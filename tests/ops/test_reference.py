@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fullrank.ops import reference
+from fullrank.ops.mixture import reference
 
 KINDS = ("identity", "sigsoftmax", "softcap", "capped_sigsoftmax", "plif")
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from fullrank.errors import FullrankError
 from fullrank.ops import mixture_nll, posterior_shares, skipping
-from fullrank.ops import plan as plan_module
+from fullrank.ops import workspace as plan_module
 from fullrank.ops.autograd import mixture
-from fullrank.ops.plan import MIB, make_plan
 from fullrank.ops.skipping import compact, rows_to_keep
+from fullrank.ops.workspace import MIB, make_plan
 
 KINDS = ("identity", "sigsoftmax", "softcap", "capped_sigsoftmax", "plif")
 CUTS = ("whole", "chunks", "blocks")

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.ops import IDENTITY, SIGSOFTMAX, Pointwise, Softcap, mixture_nll
-from fullrank.ops.plan import MIB, make_plan, padded
 from fullrank.ops.statistics import Statistics
 from fullrank.ops.targets import count_targets
+from fullrank.ops.workspace import MIB, make_plan, padded
 
 # numpy, under the interpreter, warns of what the unused ends of padded rows hold.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -76,7 +76,7 @@ def agree(found: Statistics, want: Statistics) -> None:
 def check(
     values: Tensor, bias: Tensor | None, y: Tensor, f: Pointwise, dtype: torch.dtype, **options
 ) -> None:
-    from fullrank.ops import score_kernels
+    from fullrank.ops.mixture import kernels as score_kernels
 
     V = values.shape[1]
     stride = padded(V)
@@ -127,7 +127,7 @@ def test_masks_and_a_masked_target(kind, dtype):
 @pytest.mark.parametrize("gap", [10.0, 20.0, 60.0])
 def test_confident_rows_keep_their_digits(dtype, gap):
     """The loss is V e^-gap, far below the rounding of the normaliser."""
-    from fullrank.ops import score_kernels
+    from fullrank.ops.mixture import kernels as score_kernels
 
     scores = torch.zeros(2, 832, dtype=dtype)
     scores[:, 17] = gap
@@ -154,7 +154,7 @@ def test_extreme_scores(kind):
     if kind != "identity":
         # A soft cap lifts -inf to -cap, as the definition does; sigsoftmax of -inf has no slope in autograd.
         values = values.clamp(min=-1e4)
-    from fullrank.ops import score_kernels
+    from fullrank.ops.mixture import kernels as score_kernels
 
     scores = padded_scores(values, torch.float32, 640)
     want, Q = definition(scores, None, y, f)
@@ -166,7 +166,7 @@ def test_extreme_scores(kind):
 
 @pytest.mark.interpreter
 def test_nan_and_infinity_stay_in_their_row():
-    from fullrank.ops import score_kernels
+    from fullrank.ops.mixture import kernels as score_kernels
 
     values = torch.zeros(4, 600)
     values[1, 30], values[2, 40], values[3] = torch.nan, torch.inf, torch.nan
@@ -184,7 +184,7 @@ def test_nan_and_infinity_stay_in_their_row():
 @pytest.mark.parametrize("rows", [512, 12, 6], ids=["whole", "halves", "chunks"])
 def test_losses_and_gradients(make_problem, tools, monkeypatch, kind, dtype, reduction, rows):
     """The whole loop with the kernel in it."""
-    monkeypatch.setattr("fullrank.ops.plan.MOST_ROWS", {"cpu": rows})
+    monkeypatch.setattr("fullrank.ops.workspace.MOST_ROWS", {"cpu": rows})
     problem = make_problem(7, 3, 24, 90, kind=kind, dtype=dtype, bias=True, token_weight=True)
     truth = tools.differentiate(problem.to(torch.float64), lambda p: p.plain_nll(reduction))
     plain = tools.differentiate(problem, lambda p: p.plain_nll(reduction))
@@ -236,8 +236,8 @@ def test_some_gradients_and_ignored_tokens(make_problem, tools, trained, reducti
 @pytest.mark.parametrize("rows", [512, 8], ids=["whole", "chunks"])
 def test_skipped_rows(make_problem, tools, monkeypatch, kind, dtype, rows):
     """Rows of small share leave the buffer that the kernel filled, as they leave the plain one."""
-    monkeypatch.setattr("fullrank.ops.plan.MOST_ROWS", {"cpu": rows})
-    monkeypatch.setattr("fullrank.ops.plan.DEVICE_ENOUGH_ROWS", 5)
+    monkeypatch.setattr("fullrank.ops.workspace.MOST_ROWS", {"cpu": rows})
+    monkeypatch.setattr("fullrank.ops.workspace.DEVICE_ENOUGH_ROWS", 5)
     monkeypatch.setattr("fullrank.ops.skipping.MOVING_WIDTH", {"cpu": 0})
     problem = make_problem(9, 4, 24, 90, kind=kind, dtype=dtype, bias=True, token_weight=True)
     problem.targets[4] = -100
@@ -286,7 +286,7 @@ def test_rows_are_kept_in_their_order(rows):
 @pytest.mark.parametrize("rows", [512, 3], ids=["whole", "chunks"])
 def test_one_component(make_problem, tools, monkeypatch, kind, weighted, rows):
     """A softmax, whose kernel makes the losses as well; a token that cannot be emitted moves nothing."""
-    monkeypatch.setattr("fullrank.ops.plan.MOST_ROWS", {"cpu": rows})
+    monkeypatch.setattr("fullrank.ops.workspace.MOST_ROWS", {"cpu": rows})
     problem = make_problem(8, 1, 24, 90, kind=kind, dtype=torch.float32, bias=True, token_weight=weighted)
     problem.bias[5:9] = -torch.inf
     problem.targets[:] = torch.tensor([1, 6, 20, 30, 40, 50, 60, 70])
@@ -388,7 +388,7 @@ def test_a_cpu_never_loads_triton():
         "import sys, torch; from fullrank.ops import mixture_nll\n"
         "w = torch.zeros(3, 2, requires_grad=True)\n"
         "mixture_nll(torch.zeros(2, 1, 2), torch.zeros(2, 1), w, torch.tensor([0, 1])).backward()\n"
-        "assert 'fullrank.ops.triton' not in sys.modules\n"
+        "assert 'fullrank.ops.triton_base' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -514,7 +514,7 @@ def test_cuda_more_scores_than_int32_can_index():
     """One chunk whose last rows lie beyond 2^31 scores: they must be scored, and written, at their place."""
     R, V = 45_056, 50_257
     assert R * V > 2**31
-    from fullrank.ops import score_kernels
+    from fullrank.ops.mixture import kernels as score_kernels
 
     buffer = torch.zeros(R, padded(V), dtype=torch.bfloat16, device="cuda")
     scores = buffer[:, :V]

@@ -22,7 +22,7 @@ from fullrank.diagnose.attention_measures import Plan, Tally, plan
 from fullrank.diagnose.attention_record import mean_of, record
 from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.errors import FullrankError
-from fullrank.ops.normalisers import NORMALISERS, check_available
+from fullrank.models.normalisers import NORMALISERS, check_available
 from fullrank.results.attention import Attention, AttentionKept, AttentionNormaliser
 
 Progress = Callable[[str, float], None]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fullrank.diagnose.attention_capture import Seen
-from fullrank.ops.normalisers import NORMALISERS, normalise
+from fullrank.models.normalisers import NORMALISERS, normalise
 from fullrank.theory.attention import (
     Sets,
     difference_quotient,

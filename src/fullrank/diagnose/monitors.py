@@ -33,7 +33,7 @@ from fullrank.errors import FullrankError
 from fullrank.heads.base import Head, RowHead
 from fullrank.heads.contexts import Contexts
 from fullrank.ops import linear_logprob
-from fullrank.ops.reference import bent_scores
+from fullrank.ops.mixture.reference import bent_scores
 from fullrank.theory import least_rank
 
 Monitors = dict[str, float | list[float]]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.ops.reference import compute_dtype
+from fullrank.ops.mixture.reference import compute_dtype
 
 
 class LockedDropout(nn.Module):
@@ -150,7 +150,7 @@ class Contexts(nn.Module):
         ):
             return None
         # Not before it is needed: Triton takes its time to load and is not everywhere.
-        from fullrank.ops import context_kernels
+        from fullrank.ops.decode import contexts as context_kernels
 
         if not context_kernels.serves(state, weight, bias, gate.weight):
             return None

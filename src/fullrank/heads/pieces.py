@@ -21,8 +21,8 @@ from fullrank.errors import FullrankError
 from fullrank.heads.base import Labels
 from fullrank.ops import TokenStats
 from fullrank.ops.autograd import check_targets
-from fullrank.ops.plan import default_workspace
-from fullrank.ops.reference import compute_dtype
+from fullrank.ops.mixture.reference import compute_dtype
+from fullrank.ops.workspace import default_workspace
 
 Scorer = Callable[[slice], Tensor]
 

@@ -36,8 +36,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Head, Labels, RowHead
-from fullrank.ops import TokenStats, vocab_parallel
-from fullrank.ops.vocab_parallel import gather, gather_shards, place, split
+from fullrank.ops import TokenStats
+from fullrank.ops import parallel as vocab_parallel
+from fullrank.ops.parallel import gather, gather_shards, place, split
 
 SHAPE_ENTRIES = 8
 """Leading axes of the states that are compared between processes."""

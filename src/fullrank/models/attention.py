@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.ops.normalisers import check_available, normalise, normaliser_called
+from fullrank.models.normalisers import check_available, normalise, normaliser_called
 
 IMPLEMENTATION = "fullrank_normaliser"
 """The name of our function among transformers' attention implementations."""

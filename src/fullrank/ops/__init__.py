@@ -1,7 +1,7 @@
 """The primitive: exact losses of high-rank heads in a bounded workspace."""
 
-from fullrank.ops.dispatch import TokenStats, linear_logprob, mixture_nll, trunk_nll
-from fullrank.ops.log_probs import mixture_argmax, mixture_log_probs, row_scores
+from fullrank.ops.decode.operator import mixture_argmax, mixture_log_probs, row_scores
+from fullrank.ops.mixture.operator import TokenStats, linear_logprob, mixture_nll, trunk_nll
 from fullrank.ops.pointwise import (
     IDENTITY,
     SIGSOFTMAX,

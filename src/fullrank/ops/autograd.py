@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullrank.ops import chunked, late
+from fullrank.ops import late
 from fullrank.ops.gradients import Gradients, Needs
+from fullrank.ops.mixture import chunked
+from fullrank.ops.mixture.reference import compute_dtype
 from fullrank.ops.operators import (
     LOSS_TENSORS,
     Made,
@@ -31,12 +33,11 @@ from fullrank.ops.operators import (
     scaled,
 )
 from fullrank.ops.pointwise import from_parts
-from fullrank.ops.reduction import reduced, weights_of
-from fullrank.ops.reference import compute_dtype
+from fullrank.ops.reduce import reduced, weights_of
 from fullrank.ops.statistics import Statistics
 from fullrank.ops.targets import Asked, count_targets
 from fullrank.ops.targets import check_targets as check_targets
-from fullrank.ops.trunk import trunk_forward
+from fullrank.ops.trunk.chunked import trunk_forward
 
 # How many of the first arguments of `rows` are tensors; the plain options follow.
 ROWS_TENSORS = 5

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fullrank.ops.chunks import pieces
 from fullrank.ops.gradients import Gradients, Needs, add_slope_gradient, empty_gradients
+from fullrank.ops.mixture.reference import compute_dtype
 from fullrank.ops.pointwise import Pointwise
 from fullrank.ops.products import add_bias, add_products
-from fullrank.ops.reference import compute_dtype
 from fullrank.ops.scaling import scale_rows
 from fullrank.ops.statistics import Statistics
 from fullrank.ops.tiles import recompute_gradient

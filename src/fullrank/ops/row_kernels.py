@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullrank.ops.score_kernels import row_loss
+from fullrank.ops.mixture.kernels import row_loss
 from fullrank.ops.statistics import Statistics
-from fullrank.ops.triton import jit, on_device, tl, triton
+from fullrank.ops.triton_base import jit, on_device, tl, triton
 
 SCALED = 4096
 COUNTED = 4096

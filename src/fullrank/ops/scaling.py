@@ -10,7 +10,8 @@ def scale_rows(x: Tensor, factor: Tensor, *, out: Tensor) -> Tensor:
     """x [R, ...] and out alike, factor [R] in fp32 or wider."""
     if x.is_cuda and x.is_contiguous() and out.is_contiguous() and factor.dtype == torch.float32:
         # Not before it is needed: Triton takes its time to load and is not everywhere.
-        from fullrank.ops import row_kernels, triton
+        from fullrank.ops import row_kernels
+        from fullrank.ops import triton_base as triton
 
         if triton.obstacle(x.device, x.dtype) is None and out.dtype in triton.DTYPES:
             return row_kernels.scale_rows(x, factor, out)
@@ -21,7 +22,8 @@ def scale_all(pairs: list[tuple[Tensor, Tensor]], number: Tensor, factor: Tensor
     """out = x * number * factor for every (x, out), with numbers [] in fp32 or wider; on CUDA two in a launch
     where that serves."""
     if pairs and number.is_cuda and number.dtype == torch.float32:
-        from fullrank.ops import row_kernels, triton
+        from fullrank.ops import row_kernels
+        from fullrank.ops import triton_base as triton
 
         tensors = [tensor for pair in pairs for tensor in pair]
         if triton.obstacle(number.device, torch.float32) is None and all(

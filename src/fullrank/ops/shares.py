@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fullrank.ops import autograd
 from fullrank.ops.arguments import check_mixture, product_dtype
-from fullrank.ops.dispatch import check_implementation
 from fullrank.ops.gradients import Needs
+from fullrank.ops.mixture.operator import check_implementation
 from fullrank.ops.pointwise import IDENTITY, Pointwise
 
 

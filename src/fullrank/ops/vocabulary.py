@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from fullrank.errors import FullrankError
-from fullrank.ops.plan import Plan, default_workspace, make_plan
+from fullrank.ops.mixture.reference import compute_dtype
 from fullrank.ops.pointwise import Evaluated, Identity, Pointwise
-from fullrank.ops.reference import compute_dtype
 from fullrank.ops.statistics import Statistics, posterior
 from fullrank.ops.targets import capturing
+from fullrank.ops.workspace import Plan, default_workspace, make_plan
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Vocabulary:
         """All elementwise work of a kept chunk: its statistics and, with `gradient`, Q in the buffer, times
         `total` where that may be `lacking`."""
         # Not before it is needed: Triton takes its time to load and is not everywhere.
-        from fullrank.ops import score_kernels
+        from fullrank.ops.mixture import kernels as score_kernels
 
         if gradient and lacking:
             return score_kernels.raise_rows(scores, self.kernel_bias, targets, self.pointwise)
@@ -120,7 +120,7 @@ class Vocabulary:
         self, scores: Tensor, targets: Tensor, log_prior: Tensor, nll: Tensor, *, gradient: bool
     ) -> None:
         """The same for rows that are tokens by themselves: their losses into nll."""
-        from fullrank.ops import score_kernels
+        from fullrank.ops.mixture import kernels as score_kernels
 
         score_kernels.score_tokens(
             scores, self.kernel_bias, targets, self.pointwise, log_prior, nll, gradient=gradient
@@ -136,7 +136,7 @@ class Vocabulary:
         out: Tensor | None = None,
     ) -> Tensor:
         """Q of a chunk whose scores and statistics are known: in its buffer, or of kept rows in `out`."""
-        from fullrank.ops import score_kernels
+        from fullrank.ops.mixture import kernels as score_kernels
 
         scores = self.kept_scores(targets.shape[0], slot)[:, : self.V]
         return score_kernels.gradient_rows(
@@ -232,7 +232,7 @@ def kernel_serves(impl: str, rows: Tensor, pointwise: Pointwise, *, stats: bool 
     """Whether the elementwise work goes to the kernel; impl="triton" raises where it cannot."""
     if impl == "chunked" or (impl == "auto" and rows.device.type != "cuda"):
         return False
-    from fullrank.ops import triton
+    from fullrank.ops import triton_base as triton
 
     obstacle = triton.obstacle(rows.device, rows.dtype, pointwise)
     if obstacle is None and stats:

@@ -1,7 +1,7 @@
 """What the normaliser of attention is worth when it is trained with: one small transformer, each of them.
 
 `transformer-tiny` is trained on the same text for the same number of steps with every normaliser of
-`fullrank.ops.normalisers` and every seed, all other settings those of the recipe, its learning rate among
+`fullrank.models.normalisers` and every seed, all other settings those of the recipe, its learning rate among
 them, which nobody tuned for any of them. One seed gives all normalisers the same first weights and batches. A
 run is a directory of `fullrank train`, so a study that was stopped continues, and what is finished is kept.
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.models.attention import LEARNT, replace_normaliser
-from fullrank.ops.normalisers import NORMALISERS, check_available
+from fullrank.models.normalisers import NORMALISERS, check_available
 from fullrank.results import Training, read_log
 from fullrank.results.attention_study import REFERENCE, AttentionLayer, AttentionRun, AttentionStudy
 from fullrank.theory.attention import Sets, entropy, random_ranks, top_ranks

@@ -19,7 +19,7 @@ from fullrank.heads.cache import CacheHead
 from fullrank.heads.memory import entry_tokens
 from fullrank.hf import checkpoints, upgrade
 from fullrank.ops import linear_logprob
-from fullrank.ops.memory import memory_logsumexp
+from fullrank.ops.memory.chunked import memory_logsumexp
 from fullrank.studies import names, template_task, templates
 from fullrank.studies.template_task import Batch
 from fullrank.studies.upper_layers import UpperLayers

@@ -64,7 +64,7 @@ class BodyConfig:
     weight_drop: float = 0.0
     """Of an LSTM's recurrent weights, one mask a step."""
     normaliser: Literal["softmax", "sparsemax", "entmax15", "sink", "log_length", "sigmoid"] = "softmax"
-    """What turns a transformer's attention scores into weights (`fullrank.ops.normalisers`)."""
+    """What turns a transformer's attention scores into weights (`fullrank.models.normalisers`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fullrank.ops.pointwise import Pointwise
-from fullrank.ops.triton import KINDS, bend, jit, on_device, power, take, tl, triton
+from fullrank.ops.triton_base import KINDS, bend, jit, on_device, power, take, tl, triton
 
 SEGMENT = 4096
 # Entries of a program, the larger where that still makes FILLING programs: four for each of an H200's 132

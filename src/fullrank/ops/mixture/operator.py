@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.ops import autograd, reference
+from fullrank.ops import autograd
 from fullrank.ops.arguments import (
     check_mixture,
     check_reduction,
@@ -27,8 +27,9 @@ from fullrank.ops.arguments import (
     shape_of,
 )
 from fullrank.ops.gradients import Needs
+from fullrank.ops.mixture import reference
 from fullrank.ops.pointwise import IDENTITY, Pointwise
-from fullrank.ops.trunk import trunk_serves
+from fullrank.ops.trunk.chunked import trunk_serves
 
 IMPLEMENTATIONS = ("auto", "triton", "chunked", "reference")
 

@@ -36,17 +36,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from fullrank.errors import FullrankError
-from fullrank.ops import log_probs as log_probs_module
 from fullrank.ops.arguments import check_mixture, check_reduction, product_dtype
 from fullrank.ops.chunks import chunks
-from fullrank.ops.dispatch import TokenStats
+from fullrank.ops.decode import operator as log_probs_module
 from fullrank.ops.gradients import Gradients, Needs, empty_gradients
-from fullrank.ops.plan import default_workspace
+from fullrank.ops.mixture.operator import TokenStats
+from fullrank.ops.mixture.reference import compute_dtype
 from fullrank.ops.pointwise import IDENTITY, Pointwise, from_parts
-from fullrank.ops.reference import compute_dtype
 from fullrank.ops.statistics import Mode, Statistics, posterior
 from fullrank.ops.tiles import recompute_gradient, statistics_of
 from fullrank.ops.vocabulary import Vocabulary, vocabulary_for
+from fullrank.ops.workspace import default_workspace
 
 
 def split(V: int, processes: int) -> list[tuple[int, int]]:
@@ -212,7 +212,7 @@ def gather_shards(shard: Tensor, *, start: int, group: ProcessGroup | None = Non
     if starts != expected:
         raise FullrankError(
             f"the shards start at {starts} and have {counts} entries, expected starts {expected}: "
-            "split the vocabulary with fullrank.ops.vocab_parallel.split"
+            "split the vocabulary with fullrank.ops.parallel.split"
         )
     # Shards differ by an entry, a collective wants equal ones.
     most = max(counts)
@@ -271,7 +271,7 @@ def _join(
         raise FullrankError(
             f"target {int(targets[first])} lies in {int(owners[first])} shards of W, expected exactly one: "
             "check the tokeniser against the head, and each process's start against "
-            "fullrank.ops.vocab_parallel.split"
+            "fullrank.ops.parallel.split"
         )
     return Statistics(maximum, others, target)
 

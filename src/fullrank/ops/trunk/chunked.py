@@ -29,13 +29,13 @@ from torch.nn import functional
 from fullrank.errors import FullrankError
 from fullrank.ops.chunks import pieces
 from fullrank.ops.gradients import Needs
-from fullrank.ops.plan import DEVICE_MOST_ROWS, MIB, MOST_ROWS, default_workspace
+from fullrank.ops.mixture.reference import compute_dtype
 from fullrank.ops.products import add_wide
-from fullrank.ops.reference import compute_dtype
 from fullrank.ops.scaling import scale_rows
 from fullrank.ops.statistics import Statistics, posterior
 from fullrank.ops.targets import Asked, Counted
 from fullrank.ops.vocabulary import say_slower
+from fullrank.ops.workspace import DEVICE_MOST_ROWS, MIB, MOST_ROWS, default_workspace
 
 
 @dataclass
@@ -57,7 +57,7 @@ def trunk_serves(device: torch.device, product: torch.dtype, private: int) -> bo
     and does not look inside."""
     if device.type != "cuda":
         return True
-    from fullrank.ops import trunk_kernels
+    from fullrank.ops.trunk import kernels as trunk_kernels
 
     obstacle = trunk_kernels.obstacle(device, product, private)
     if obstacle is not None:
@@ -69,7 +69,7 @@ def kernels_for(impl: str, trunk: Tensor, private: int) -> ModuleType | None:
     """The module of kernels where they serve; impl="triton" raises where they cannot."""
     if impl == "chunked" or (impl == "auto" and trunk.device.type != "cuda"):
         return None
-    from fullrank.ops import trunk_kernels
+    from fullrank.ops.trunk import kernels as trunk_kernels
 
     obstacle = trunk_kernels.obstacle(trunk.device, trunk.dtype, private)
     if obstacle is not None and impl == "triton":

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fullrank.errors import FullrankError
-from fullrank.ops.plan import default_workspace
-from fullrank.ops.reference import compute_dtype
+from fullrank.ops.mixture.reference import compute_dtype
+from fullrank.ops.workspace import default_workspace
 
 # Buffers as large as a tile of scores that live at once.
 COPIES = 6

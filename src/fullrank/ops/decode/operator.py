@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullrank.ops import reference
 from fullrank.ops.arguments import check_mixture, check_shapes, needs_of, product_dtype
-from fullrank.ops.plan import default_workspace
+from fullrank.ops.mixture import reference
 from fullrank.ops.pointwise import IDENTITY, Pointwise
+from fullrank.ops.workspace import default_workspace
 
 
 def mixture_log_probs(
@@ -101,7 +101,7 @@ def mixture_argmax(
 def _mixing_serves(rows: Tensor, pointwise: Pointwise) -> bool:
     if not rows.is_cuda or rows.dtype == torch.float64 or rows.shape[0] == 0:
         return False
-    from fullrank.ops import triton
+    from fullrank.ops import triton_base as triton
 
     return triton.obstacle(rows.device, rows.dtype, pointwise) is None
 
@@ -116,7 +116,7 @@ def _mix(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities into `out` [N, V]; without it the best of each token and its entry."""
-    from fullrank.ops import mixing_kernels
+    from fullrank.ops.decode import kernels as mixing_kernels
 
     # Autocast reaches in here, and the dtype is decided.
     with torch.autocast(rows.device.type, enabled=False):

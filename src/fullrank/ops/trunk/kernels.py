@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fullrank.ops.scaling import scale_rows
 from fullrank.ops.statistics import Statistics
-from fullrank.ops.triton import interpreted, jit, on_device, properties, tl, triton
+from fullrank.ops.triton_base import interpreted, jit, on_device, properties, tl, triton
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST = 128

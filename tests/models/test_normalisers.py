@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.ops.normalisers import LOG_LENGTH_SCALE, NORMALISERS, check_available, normalise
+from fullrank.models.normalisers import LOG_LENGTH_SCALE, NORMALISERS, check_available, normalise
 
 NAMES = tuple(NORMALISERS)
 SPARSE = ("sparsemax", "entmax15")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fullrank.ops.pointwise import Pointwise
 from fullrank.ops.statistics import Statistics
-from fullrank.ops.triton import KINDS, jit, on_device, power, properties, take, tl, triton
+from fullrank.ops.triton_base import KINDS, jit, on_device, power, properties, take, tl, triton
 
 # Bytes that a lane takes at a time; lanes of a program, which takes a row; programs for a multiprocessor.
 # With a gradient few are in work at once (two of 1024 lanes fill a multiprocessor): a row must stay in the

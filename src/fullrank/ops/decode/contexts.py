@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullrank.ops import triton as base
-from fullrank.ops.triton import jit, on_device, tl, triton
+from fullrank.ops import triton_base as base
+from fullrank.ops.triton_base import jit, on_device, tl, triton
 
 DTYPES = (torch.bfloat16, torch.float16)
 # With twice as many tokens torch's products were as fast on states of width 2048.
