@@ -55,3 +55,26 @@ def reduced(
         scale = torch.where(mass == 0, 0.0, 1.0 / mass)
         loss, factor = loss * scale, factor * scale
     return counted.spoil(loss), counted.spoil(factor)
+
+
+def reduce_losses(nll: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+    """The loss of tokens with losses nll [n] and weights [n], None for 1 each; differentiable in nll.
+
+    A token of weight 0 counts nothing, even at an infinite loss. Where nothing counts, or the weights sum to
+    0, a mean is 0 with gradient 0, not 0/0. Ignored tokens are not among them, or have weight 0.
+    """
+    if weight is not None:
+        weight = weight.to(nll.dtype)
+        nll = torch.where(weight == 0, 0.0, nll) * weight
+    if reduction == "none":
+        return nll
+    total = nll.sum()
+    return total if reduction == "sum" else total * inverse_mass(nll, weight)
+
+
+def inverse_mass(nll: Tensor, weight: Tensor | None) -> Tensor | float:
+    """What makes a mean of a sum over tokens: one over the sum of their weights, 0 where that is 0."""
+    if weight is None:
+        return 1.0 / nll.numel() if nll.numel() else 0.0
+    mass = weight.to(nll.dtype).sum()
+    return torch.where(mass == 0, 0.0, 1.0 / mass)
