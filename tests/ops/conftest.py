@@ -28,7 +28,8 @@ from fullrank.ops import (
     linear_logprob,
     mixture_nll,
 )
-from fullrank.ops import workspace as plan_module
+from fullrank.ops import workspace as workspace_module
+from fullrank.ops.arguments import product_dtype
 from fullrank.ops.workspace import Plan, make_plan
 
 TRAINED = ("rows", "log_prior", "weight", "bias", "slopes")
@@ -37,12 +38,22 @@ TRAINABLE = {"plif": 6, "capped_sigsoftmax": 1}
 """Numbers that f trains."""
 
 
+# Before anything imports Triton: without a GPU its kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-        skip = pytest.mark.skip(reason="needs Triton and TRITON_INTERPRET=1")
+    installed = importlib.util.find_spec("triton") is not None
+    if not installed or os.environ.get("TRITON_INTERPRET") != "1":
+        why = "runs on a GPU instead" if installed else "Triton is not installed"
         for item in items:
             if item.get_closest_marker("interpreter"):
-                item.add_marker(skip)
+                item.add_marker(pytest.mark.skip(reason=why))
+    for item in items:
+        if item.get_closest_marker("interpreter"):
+            # It works with NumPy, which warns of the logarithm of 0 that a kernel then leaves unused.
+            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +216,7 @@ class Cutter:
         N, K, _ = problem.rows.shape
         workspace = 1 << 24
         if name != "whole":
-            self.patch.setattr(plan_module, "MOST_ROWS", {"cpu": 2 * K})
+            self.patch.setattr(workspace_module, "MOST_ROWS", {"cpu": 2 * K})
         if name == "blocks":
             workspace = smallest_workspace(problem)
         plan = plan_of(problem, workspace)
@@ -217,7 +228,8 @@ class Cutter:
 def plan_of(problem: Problem, workspace: int) -> Plan:
     N, K, D = problem.rows.shape
     return make_plan(
-        N=N, K=K, D=D, V=problem.weight.shape[0], product=problem.rows.dtype, device=problem.rows.device,
+        N=N, K=K, D=D, V=problem.weight.shape[0], product=product_dtype(problem.rows, problem.weight),
+        given=problem.weight.dtype, device=problem.rows.device,
         tile_buffers=problem.pointwise.tile_buffers, workspace=workspace,
     )  # fmt: skip
 

@@ -1,161 +1,147 @@
-"""Peak memory beyond inputs and gradients stays inside the workspace, whatever N, K and V."""
+"""The memory's two numbers against their definition, whatever the tiles, and what is out of sight."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.ops import mixture_log_probs
-from fullrank.ops.workspace import MIB
+from fullrank.ops.memory import chunked as memory
+from fullrank.ops.memory.chunked import memory_logsumexp
+from fullrank.ops.memory.reference import memory_logsumexp as reference
 
-ALL = ("rows", "log_prior", "weight", "bias", "slopes")
-SHAPES = {
-    "many-tokens": (300, 2, 8, 500),
-    "large-vocabulary": (12, 2, 8, 10_000),
-    "many-components": (10, 20, 8, 800),
-    "wide-rows": (120, 3, 200, 40),
-    "wide-rows-large-vocabulary": (24, 3, 100, 1500),
-}
-WORKSPACE = 192 * 1024
-every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+Case = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def gradient_bytes(problem, trained=ALL):
-    """Every gradient once in its own dtype, and W's sum in fp32 beside a narrower one."""
-    total = 0
-    for name in trained:
-        tensor = getattr(problem, name)
-        if tensor is not None:
-            total += tensor.numel() * tensor.element_size()
-            if name == "weight" and tensor.element_size() < 4:
-                total += tensor.numel() * 4
-    return total
+def case(B: int, T: int, L: int, *, D: int = 3, seed: int = 0, dtype: torch.dtype = torch.float64) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(B, T, D, generator=generator, dtype=torch.float64).to(dtype)
+    keys = torch.randn(B, L, D, generator=generator, dtype=torch.float64).to(dtype)
+    # A few tokens and some holes, so that there are repetitions and nothing at all.
+    tokens = torch.randint(-1, 3, (B, L), generator=generator)
+    targets = torch.randint(-1, 4, (B, T), generator=generator)
+    return queries, keys, tokens, targets
 
 
-@every_shape
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["identity", "capped_sigsoftmax", "plif"])
-def test_training_stays_inside_the_workspace(make_problem, tools, shape, dtype, kind):
-    problem = make_problem(*shape, kind=kind, dtype=dtype, bias=kind == "plif").leaves()
-    extra = tools.peak_bytes(lambda: problem.nll(workspace=WORKSPACE).backward()) - gradient_bytes(problem)
-    assert extra <= WORKSPACE
+def slow(
+    queries: Tensor, keys: Tensor, tokens: Tensor, targets: Tensor, first: int | None, window: int | None
+) -> list[list[tuple[float, float]]]:
+    """(agreeing, every) one entry at a time."""
+    out = []
+    for b in range(len(queries)):
+        rows = []
+        for t in range(queries.shape[1]):
+            agreeing = every = 0.0
+            for i in range(keys.shape[1]):
+                seen = first is None or (i < first + t and (window is None or i >= first + t - window))
+                if seen and int(tokens[b, i]) >= 0:
+                    term = math.exp(float(queries[b, t] @ keys[b, i]))
+                    every += term
+                    agreeing += term if int(tokens[b, i]) == int(targets[b, t]) else 0.0
+            rows.append(tuple(math.log(x) if x else -math.inf for x in (agreeing, every)))
+        out.append(rows)
+    return out
 
 
-@every_shape
-def test_shapes_are_too_large_for_the_workspace(shape):
-    """The tests here mean nothing where all scores and rows would fit anyway."""
-    N, K, D, V = shape
-    assert N * K * (V + 2 * D) * 2 > WORKSPACE
-
-
-@every_shape
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_single_rows_stay_inside_the_workspace(make_problem, tools, shape, dtype):
-    problem = make_problem(*shape, kind="sigsoftmax", dtype=dtype, bias=True).leaves(
-        ("rows", "weight", "bias")
-    )
-
-    def step():
-        target, lse = problem.logprob(workspace=WORKSPACE)
-        (target - lse).square().sum().backward()
-
-    R = problem.rows.shape[0] * problem.rows.shape[1]
-    # Kept from the forward to the backward pass: a dozen numbers a row, as any loss of single rows does.
-    extra = tools.peak_bytes(step) - gradient_bytes(problem, ("rows", "weight", "bias")) - 16 * 4 * R
-    assert extra <= WORKSPACE
-
-
-@every_shape
-def test_evaluation_stays_inside_the_workspace(make_problem, tools, shape):
-    problem = make_problem(*shape, dtype=torch.float32)
-    assert tools.peak_bytes(lambda: problem.nll(workspace=WORKSPACE, return_stats=True)) <= WORKSPACE
-
-
-@pytest.mark.parametrize(
-    ("shape", "workspace"), [((40, 3, 8, 2000), MIB), ((4, 50, 8, 2000), MIB)], ids=["tokens", "components"]
+@settings(max_examples=25, deadline=None)
+@given(
+    B=st.integers(1, 3),
+    T=st.integers(1, 6),
+    L=st.integers(0, 9),
+    first=st.one_of(st.none(), st.integers(0, 4)),
+    window=st.one_of(st.none(), st.integers(1, 5)),
+    workspace=st.sampled_from([1, 200, 700, 1 << 20]),
+    seed=st.integers(0, 1000),
 )
-@pytest.mark.parametrize("kind", ["identity", "plif"])
-def test_log_probabilities_hold_the_result_and_the_workspace(make_problem, tools, shape, workspace, kind):
-    problem = make_problem(*shape, dtype=torch.float32, kind=kind)
-
-    def whole():
-        with torch.no_grad():
-            return mixture_log_probs(
-                problem.rows,
-                problem.log_prior,
-                problem.weight,
-                pointwise=problem.pointwise,
-                workspace=workspace,
-            )
-
-    whole()
-    assert tools.peak_bytes(whole) - shape[0] * shape[3] * 4 <= workspace
-
-
-def test_a_larger_workspace_is_used(make_problem, tools):
-    """The bound is no accident of small buffers: with room to spare the pass takes more."""
-    problem = make_problem(256, 2, 8, 4000, dtype=torch.float32).leaves()
-    small, large = (
-        tools.peak_bytes(lambda w=w: problem.nll(workspace=w).backward()) for w in (MIB, 64 * MIB)
-    )
-    assert small < large / 4
+def test_the_definition_in_any_tiles(
+    B: int, T: int, L: int, first: int | None, window: int | None, workspace: int, seed: int
+) -> None:
+    queries, keys, tokens, targets = case(B, T, L, seed=seed)
+    window = None if first is None else window
+    expected = torch.tensor(slow(queries, keys, tokens, targets, first, window), dtype=torch.float64)
+    leaves = queries.requires_grad_(), keys.requires_grad_()
+    upstream = torch.randn(2, B, T, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    gradients = []
+    for found in (
+        memory_logsumexp(*leaves, tokens, targets, first=first, window=window, workspace=workspace),
+        reference(*leaves, tokens, targets, first=first, window=window),
+    ):
+        torch.testing.assert_close(torch.stack(found, -1), expected.view(B, T, 2), rtol=1e-10, atol=1e-10)
+        # A position that sees nothing is -inf, and has no gradient to give.
+        weighed = sum(
+            torch.where(torch.isfinite(one), one, 0.0).mul(up).sum()
+            for one, up in zip(found, upstream, strict=True)
+        )
+        gradients.append(torch.autograd.grad(weighed, leaves))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
-def test_too_small_a_workspace_is_refused_with_a_remedy(make_problem):
-    problem = make_problem(4, 8, 64, 100, dtype=torch.float32)
-    with pytest.raises(FullrankError, match=r"8 rows of width 64: pass workspace=\d+"):
-        problem.nll(workspace=10_000)
+def test_gradcheck() -> None:
+    queries, keys, tokens, targets = case(2, 4, 5, seed=3)
+
+    def both(queries: Tensor, keys: Tensor) -> Tensor:
+        found = memory_logsumexp(queries, keys, tokens, targets, first=1, window=3, workspace=300)
+        return torch.stack([torch.where(torch.isfinite(one), one, 0.0) for one in found])
+
+    assert torch.autograd.gradcheck(both, (queries.requires_grad_(), keys.requires_grad_()))
 
 
-def test_nothing_outlives_a_dropped_loss(make_problem, tools):
-    """No cycle keeps the gradients that the forward pass made: they go with the loss."""
-    problem = make_problem(64, 2, 16, 5000, dtype=torch.float32).leaves()
-    once = tools.peak_bytes(lambda: problem.nll(workspace=2 * MIB))
-
-    def thrice():
-        for _ in range(3):
-            problem.nll(workspace=2 * MIB)
-
-    assert tools.peak_bytes(thrice) < 1.2 * once
-
-
-RESIDENT = """
-import torch
-from fullrank.ops import mixture_nll
-
-def resident(name):
-    line = next(line for line in open("/proc/self/status") if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-torch.set_num_threads(1)
-N, K, D, V = {shape}
-def tensors(N, V):
-    prior = torch.full((N, K), 1 / K).log()
-    return (torch.randn(N, K, D).requires_grad_(), prior.requires_grad_(), torch.randn(V, D).requires_grad_(),
-            torch.randint(V, (N,)))
-mixture_nll(*tensors(16, 64), workspace={workspace}).backward()
-inputs = tensors(N, V)
-before = resident("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")
-mixture_nll(*inputs, workspace={workspace}).backward()
-gradients = sum(t.numel() * 4 for t in inputs[:3])
-print(resident("VmHWM") - before - gradients)
-"""
+def test_nothing_seen_gives_no_nan() -> None:
+    queries, keys, tokens, targets = case(1, 3, 0)
+    queries.requires_grad_()
+    agreeing, every = memory_logsumexp(queries, keys, tokens, targets)
+    assert bool(torch.isneginf(agreeing).all())
+    assert bool(torch.isneginf(every).all())
+    torch.logaddexp(every, torch.zeros_like(every)).sum().backward()
+    assert queries.grad is not None
+    assert not bool(queries.grad.any())
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("shape", [(256, 4, 32, 20_000), (32, 2, 16, 200_000)], ids=["usual", "cut"])
-def test_resident_memory_of_a_process(shape):
-    """What the kernel counts, in a fresh process: also what the products allocate behind torch's back."""
-    workspace = 32 * MIB
-    done = subprocess.run(
-        [sys.executable, "-c", RESIDENT.format(shape=shape, workspace=workspace)],
-        env={"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
-        capture_output=True, text=True, check=True, timeout=300,
-    )  # fmt: skip
-    # A few MiB are the libraries': packed blocks of the products, code pages touched for the first time.
-    assert int(done.stdout) <= workspace + 8 * MIB
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_scores_in_narrow_types(dtype: torch.dtype) -> None:
+    queries, keys, tokens, targets = case(1, 5, 8, D=64, dtype=dtype)
+    queries = queries * 8
+    exact = reference(queries.double(), keys.double(), tokens, targets, first=8)
+    found = memory_logsumexp(queries, keys, tokens, targets, first=8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = memory_logsumexp(queries, keys, tokens, targets, first=8)
+    for ours, other, theirs in zip(found, again, exact, strict=True):
+        assert ours.dtype == torch.float32
+        assert float(theirs.max()) > 80
+        torch.testing.assert_close(ours, theirs.float(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours, other, rtol=0, atol=0)
+
+
+def test_no_tile_is_larger_than_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys, tokens, targets = case(2, 700, 900, dtype=torch.float32)
+    sizes: list[int] = []
+    product = memory._product
+
+    def noted(left: Tensor, right: Tensor) -> Tensor:
+        found = product(left, right)
+        sizes.append(found.numel())
+        return found
+
+    monkeypatch.setattr(memory, "_product", noted)
+    memory_logsumexp(queries, keys, tokens, targets, workspace=1 << 20)
+    assert max(sizes) * 4 * memory.COPIES <= 1 << 20
+    # Little of the future is scored: all in all 700 x 900, of which 700 x 350 are seen.
+    assert 2 * 700 * 350 <= sum(sizes) < 1.25 * 2 * 700 * 350
+
+
+def test_arguments_that_cannot_be() -> None:
+    queries, keys, tokens, targets = case(2, 3, 4)
+    with pytest.raises(FullrankError, match=r"\[2, 3, 3\].*\[2, 4, 2\].*one D"):
+        memory_logsumexp(queries, keys[..., 1:], tokens, targets)
+    with pytest.raises(FullrankError, match=r"tokens have shape \[2, 3\].*\[2, 4\], one a key"):
+        memory_logsumexp(queries, keys, tokens[:, 1:], targets)
+    with pytest.raises(FullrankError, match=r"float64.*whole numbers"):
+        memory_logsumexp(queries, keys, tokens.double(), targets)
+    with pytest.raises(FullrankError, match=r"window=0.*None for all"):
+        memory_logsumexp(queries, keys, tokens, targets, window=0)

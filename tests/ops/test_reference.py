@@ -50,11 +50,12 @@ def test_masked_entries_have_probability_zero_whatever_f(make_problem, kind):
 def test_rows_give_target_score_and_normaliser(make_problem):
     problem = make_problem(K=1, kind="softcap", bias=True)
     bent = problem.bent()[:, 0]
-    target, lse = reference.linear_logprob(
+    target, lse, nll = reference.linear_logprob(
         problem.rows[:, 0], problem.weight, problem.targets, bias=problem.bias, pointwise=problem.pointwise
     )
     torch.testing.assert_close(target, bent[torch.arange(7), problem.targets])
     torch.testing.assert_close(lse, bent.exp().sum(1).log())
+    torch.testing.assert_close(nll, lse - target)
 
 
 @pytest.mark.parametrize("components", [1, 3])

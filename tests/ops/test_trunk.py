@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.ops import autograd, mixture_nll, trunk_nll
-from fullrank.ops.gradients import Needs
+from fullrank.ops import mixture_nll, trunk_nll
+from fullrank.ops.products import Needs
+from fullrank.ops.trunk.operator import trunk_mixture
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
@@ -154,7 +155,7 @@ def test_the_operator_is_one_for_torch():
     arguments = [given[name] for name in ("trunk", "private", "log_prior", "weight", "targets", "bias")]
     needs = list(Needs(rows=True, prior=True, weight=True, bias=True))
     torch.library.opcheck(
-        autograd.trunk_mixture, (*arguments, None, True, -100, needs, None, "chunked"),
+        trunk_mixture, (*arguments, None, True, -100, needs, torch.float64, None, "chunked"),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 
@@ -182,16 +183,6 @@ def test_shapes_and_room_are_checked():
     if not torch.cuda.is_available() and not INTERPRETED:
         with pytest.raises(FullrankError, match="impl='triton' cannot serve here"):
             by_trunk(given, impl="triton")
-
-
-# The interpreter multiplies no bf16.
-@pytest.mark.interpreter
-@pytest.mark.parametrize("sizes", [{"r": 4}, {"r": 20, "K": 2}, {"r": 16, "V": 200, "N": 70}])
-def test_kernels(sizes):
-    inputs = problem(**sizes)
-    compare(inputs, torch.float16, how={"impl": "triton"})
-    del inputs["bias"]
-    compare(inputs, torch.float16, how={"impl": "triton"}, reduction="sum")
 
 
 @pytest.mark.interpreter
@@ -232,36 +223,6 @@ def test_cuda_a_compiler_takes_it_whole():
 
 
 @pytest.mark.interpreter
-def test_kernels_on_ignored_tokens_that_nobody_expected(monkeypatch):
-    inputs = problem(N=9)
-    inputs["targets"][[0, 4, 8]] = -100
-    found = []
-    for since in (0, 100):
-        monkeypatch.setattr("fullrank.ops.targets._calls_since", since)
-        mine = leaves(inputs, torch.float16)
-        by_trunk(mine, impl="triton").backward()
-        found.append(mine)
-    for name in NAMES:
-        assert torch.equal(found[0][name].grad, found[1][name].grad), name
-    inputs["targets"][4] = 1 << 40
-    monkeypatch.setattr("fullrank.ops.targets._calls_since", 100)
-    with pytest.raises(FullrankError, match="is outside the vocabulary"):
-        by_trunk(leaves(inputs, torch.float16), impl="triton")
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("since", [0, 100], ids=["looked at first", "expected"])
-def test_kernels_on_targets_and_priors_that_are_views(monkeypatch, since):
-    mine = {name: tensor.detach() for name, tensor in leaves(problem(N=9), torch.float16).items()}
-    targets, log_prior = mine["targets"], mine["log_prior"]
-    views = torch.stack([targets, targets - 1], 1)[:, 0], log_prior.t().contiguous().t()
-    monkeypatch.setattr("fullrank.ops.targets._calls_since", since)
-    want = by_trunk(mine, impl="triton")
-    monkeypatch.setattr("fullrank.ops.targets._calls_since", since)
-    assert torch.equal(by_trunk(mine | {"targets": views[0], "log_prior": views[1]}, impl="triton"), want)
-
-
-@pytest.mark.interpreter
 def test_kernels_on_a_row_without_entries():
     """Every entry masked for a token that has nothing: infinite loss, no gradient, and no harm to others."""
     inputs = problem(N=5, V=90)
@@ -292,23 +253,6 @@ def test_kernels_under_autocast():
         right = exact[name].grad
         error, eager = ((each[name].grad.double() - right).norm() / right.norm() for each in (mine, rows))
         assert error < 2 * eager + 1e-3, (name, float(error), float(eager))
-
-
-@pytest.mark.interpreter
-def test_kernels_with_masks_weights_chunks_and_frozen_parts():
-    inputs = problem(N=20, V=70)
-    inputs["bias"][::3] = -torch.inf
-    inputs["targets"] = torch.arange(20) * 3 + 1
-    compare(inputs, torch.float16, how={"impl": "triton", "workspace": 4096})
-    for frozen in ("weight", "trunk"):
-        mine = leaves(inputs, torch.float16)
-        mine[frozen].requires_grad_(False)
-        by_trunk(mine, impl="triton").backward()
-        whole = leaves(inputs, torch.float16)
-        by_trunk(whole, impl="triton").backward()
-        assert mine[frozen].grad is None
-        for name in set(NAMES) - {frozen}:
-            assert torch.equal(mine[name].grad, whole[name].grad), name
 
 
 @pytest.mark.gpu

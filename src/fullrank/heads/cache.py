@@ -41,8 +41,9 @@ from fullrank.heads.pieces import CountedTokens, joined
 from fullrank.heads.store import Store, nearest
 from fullrank.ops import Pointwise, TokenStats
 from fullrank.ops.arguments import check_reduction
-from fullrank.ops.memory.chunked import View, masked_logsumexp, memory_logsumexp
-from fullrank.ops.mixture.operator import linear_nll
+from fullrank.ops.memory.chunked import memory_logsumexp
+from fullrank.ops.memory.reference import View, masked_logsumexp
+from fullrank.ops import linear_nll
 
 
 class CacheHead(Head):

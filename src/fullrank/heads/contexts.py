@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.ops.mixture.reference import compute_dtype
+from fullrank.ops.arguments import compute_dtype
 
 
 class LockedDropout(nn.Module):

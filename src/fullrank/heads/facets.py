@@ -30,7 +30,8 @@ from fullrank.errors import FullrankError
 from fullrank.heads.base import Head, Labels, States, require_positive
 from fullrank.heads.pieces import CountedTokens, cut, joined, piece_tokens
 from fullrank.ops import TokenStats, linear_logprob
-from fullrank.ops.mixture.reference import bent_scores, compute_dtype
+from fullrank.ops.arguments import compute_dtype
+from fullrank.ops.mixture.reference import bent_scores
 
 NOISE = 1e-4
 """Width of the uniform noise that tells the facets apart at the start."""

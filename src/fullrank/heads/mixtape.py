@@ -30,7 +30,8 @@ from fullrank.errors import FullrankError
 from fullrank.heads.base import Head, Labels, require_positive
 from fullrank.heads.pieces import CountedTokens, checkpointed, cut, joined, piece_tokens, widened
 from fullrank.ops import Pointwise, TokenStats, linear_logprob
-from fullrank.ops.mixture.reference import bent_scores, compute_dtype
+from fullrank.ops.arguments import compute_dtype
+from fullrank.ops.mixture.reference import bent_scores
 
 
 def fold(leaves: Tensor, gates: Tensor) -> Tensor:

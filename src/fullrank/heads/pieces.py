@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Labels
 from fullrank.ops import TokenStats
-from fullrank.ops.autograd import check_targets
-from fullrank.ops.mixture.reference import compute_dtype
+from fullrank.ops.reduce import count_targets
+from fullrank.ops.arguments import compute_dtype
 from fullrank.ops.workspace import default_workspace
 
 Scorer = Callable[[slice], Tensor]
@@ -76,7 +76,7 @@ class CountedTokens:
         if targets.dtype not in (torch.int32, torch.int64):
             raise FullrankError(f"targets are {targets.dtype}, expected int64 or int32 token ids")
         flat = targets.flatten().long()
-        check_targets(flat, vocab, labels.ignore_index)
+        count_targets(flat, vocab, labels.ignore_index)
         self.shape, self.reduction = targets.shape, labels.reduction
         self.index = (flat != labels.ignore_index).nonzero()[:, 0]
         self.targets = flat[self.index]

@@ -36,7 +36,7 @@ from fullrank.errors import FullrankError
 from fullrank.heads.base import Head, Labels, States, require_positive
 from fullrank.heads.pieces import MOST_TOKENS, CountedTokens, checkpointed, cut, joined, piece_tokens, widened
 from fullrank.ops import TokenStats
-from fullrank.ops.mixture.reference import compute_dtype
+from fullrank.ops.arguments import compute_dtype
 
 
 class Pointer(Head):

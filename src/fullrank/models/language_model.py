@@ -16,7 +16,7 @@ from fullrank.errors import FullrankError
 from fullrank.heads.base import Head
 from fullrank.heads.contexts import Contexts
 from fullrank.models.body import Body, Carried
-from fullrank.ops.mixture.reference import compute_dtype
+from fullrank.ops.arguments import compute_dtype
 
 
 class Prediction(NamedTuple):

@@ -1,7 +1,7 @@
 """The primitive: exact losses of high-rank heads in a bounded workspace."""
 
 from fullrank.ops.decode.operator import mixture_argmax, mixture_log_probs, row_scores
-from fullrank.ops.mixture.operator import TokenStats, linear_logprob, mixture_nll, trunk_nll
+from fullrank.ops.mixture.operator import TokenStats, mixture_nll, posterior_shares
 from fullrank.ops.pointwise import (
     IDENTITY,
     SIGSOFTMAX,
@@ -10,7 +10,8 @@ from fullrank.ops.pointwise import (
     Pointwise,
     Softcap,
 )
-from fullrank.ops.shares import posterior_shares
+from fullrank.ops.rows.operator import linear_logprob, linear_nll
+from fullrank.ops.trunk.operator import trunk_nll
 
 __all__ = [
     "IDENTITY",
@@ -21,6 +22,7 @@ __all__ = [
     "Softcap",
     "TokenStats",
     "linear_logprob",
+    "linear_nll",
     "mixture_argmax",
     "mixture_log_probs",
     "mixture_nll",

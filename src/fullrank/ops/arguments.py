@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.ops.gradients import Needs
-from fullrank.ops.pointwise import Pointwise
 
+IMPLEMENTATIONS = ("auto", "triton", "chunked", "reference")
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -29,31 +28,48 @@ def check_reduction(targets: Tensor, reduction: str, token_weight: Tensor | None
             )
 
 
-def needs_of(
-    rows: Tensor, log_prior: Tensor | None, weight: Tensor, bias: Tensor | None, pointwise: Pointwise
-) -> Needs:
-    if not torch.is_grad_enabled():
-        return Needs()
-    tensors = (rows, log_prior, weight, bias, pointwise.trained)
-    return Needs(*(tensor is not None and tensor.requires_grad for tensor in tensors))
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of everything after the product, and of all that is summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def product_dtype(rows: Tensor, weight: Tensor) -> torch.dtype:
+def product_dtype(rows: Tensor, weight: Tensor, impl: str = "auto") -> torch.dtype:
+    """The dtype that rows and weight are multiplied in: theirs, or autocast's.
+
+    On a processor half precision is multiplied in fp32. Without instructions for it torch's own half products
+    took 5 to 180 times as long, and copied to fp32 what the workspace was to bound; with them (AMX) they took
+    half as long. `impl="triton"` there is the interpreter, which does as a GPU does.
+    """
     kind = rows.device.type
     # Asked by name: torch 2.11 cannot trace its own question whether a device has autocast.
     autocast = kind in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(kind)
     if autocast and rows.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    if rows.dtype != weight.dtype:
+        dtype = torch.get_autocast_dtype(kind)
+    elif rows.dtype != weight.dtype:
         raise FullrankError(
             f"rows are {rows.dtype} and weight is {weight.dtype}, expected one dtype: "
             "cast one of them, or run under torch.autocast"
         )
-    return rows.dtype
+    else:
+        dtype = rows.dtype
+    return compute_dtype(dtype) if kind == "cpu" and impl != "triton" else dtype
+
+
+def check_implementation(impl: str) -> None:
+    if impl not in IMPLEMENTATIONS:
+        raise FullrankError(f"impl={impl!r} is unknown: expected one of {', '.join(IMPLEMENTATIONS)}")
 
 
 def shape_of(tensor: Tensor) -> str:
     return str(list(tensor.shape))
+
+
+def check_rows(rows: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    if rows.ndim != 2:
+        raise FullrankError(
+            f"rows have shape {shape_of(rows)}, expected [R, D]: flatten what leads the width"
+        )
+    check_shapes(rows, weight, targets, bias)
 
 
 def check_mixture(

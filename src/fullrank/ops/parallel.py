@@ -1,7 +1,7 @@
 """The mixture loss with W split over the vocabulary between the processes of a group.
 
 Process p holds rows [start, stop) of W. Rows [N, K, D], log prior and targets are the same everywhere. Over
-its shard a process keeps of every row what `tiles.py` keeps of a block,
+its shard a process keeps of every row what `mixture/chunked.py` keeps of a block,
 
     m_p = max_v a_v,   S_p = sum_{v != y} exp(a_v - m_p),   t_p = a_y, or -inf where y lies elsewhere
 
@@ -18,7 +18,7 @@ Four products for forward and backward: the scores are made once for the statist
 gradient. Three would do if a chunk's scores were kept until the statistics are joined, at the price of two
 reductions a chunk, in step on all processes whatever the sizes of their shards; one product more, split
 between the processes, is cheaper than that. The elementwise work runs in tiles on every device: the kernel
-of `score_kernels.py` makes statistics and gradient in one go, and here the reduction lies between them.
+of `mixture/kernels.py` makes statistics and gradient in one go, and here the reduction lies between them.
 
 All processes of the group call these functions together, with the same arguments but for `start`, `weight`
 and `bias`. Without a group a lone process holds all of W. The gradients are those of the loss that every
@@ -27,6 +27,7 @@ process returns, not of the sum of these equal losses.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -36,17 +37,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from fullrank.errors import FullrankError
-from fullrank.ops.arguments import check_mixture, check_reduction, product_dtype
-from fullrank.ops.chunks import chunks
-from fullrank.ops.decode import operator as log_probs_module
-from fullrank.ops.gradients import Gradients, Needs, empty_gradients
+from fullrank.ops.arguments import check_mixture, check_reduction, compute_dtype, product_dtype
+from fullrank.ops.autograd import refuse_second_derivative, without_autocast
+from fullrank.ops.decode.operator import mixture_log_probs
+from fullrank.ops.mixture.chunked import Vocabulary, recompute_gradient, statistics_of
 from fullrank.ops.mixture.operator import TokenStats
-from fullrank.ops.mixture.reference import compute_dtype
 from fullrank.ops.pointwise import IDENTITY, Pointwise, from_parts
-from fullrank.ops.statistics import Mode, Statistics, posterior
-from fullrank.ops.tiles import recompute_gradient, statistics_of
-from fullrank.ops.vocabulary import Vocabulary, vocabulary_for
-from fullrank.ops.workspace import default_workspace
+from fullrank.ops.products import Gradients, Needs, zero_gradients
+from fullrank.ops.reduce import Mode, Statistics, posterior, reduce_losses, zero_statistics
+from fullrank.ops.workspace import Index, make_plan, pieces, workspace_of
 
 
 def split(V: int, processes: int) -> list[tuple[int, int]]:
@@ -72,75 +71,49 @@ def place(group: ProcessGroup | None) -> tuple[int, int]:
 
 
 def mixture_nll(
-    rows: Tensor,
-    log_prior: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    start: int,
-    bias: Tensor | None = None,
-    pointwise: Pointwise = IDENTITY,
-    reduction: str = "mean",
-    token_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    group: ProcessGroup | None = None,
+    rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, *, start: int,
+    bias: Tensor | None = None, pointwise: Pointwise = IDENTITY, reduction: str = "mean",
+    token_weight: Tensor | None = None, ignore_index: int = -100, group: ProcessGroup | None = None,
     workspace: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`ops.mixture_nll` with weight [V_local, D] and bias [V_local] the entries from `start` on.
 
     targets [N] are ids of the whole vocabulary. The loss is the same on every process.
     """
-    rows = _checked(rows, log_prior, weight, targets, bias)
+    product = _checked(rows, log_prior, weight, targets, bias)
     check_reduction(targets, reduction, token_weight)
     nll = _TokenLoss.apply(
         rows, log_prior, weight, bias, pointwise.trained, targets.long(),
-        pointwise.kind, pointwise.constant, start, ignore_index, group, _workspace(workspace, rows),
+        pointwise.kind, pointwise.constant, start, ignore_index, group, product, workspace,
     )  # fmt: skip
-    share = torch.ones_like(nll) if token_weight is None else token_weight.to(nll.dtype)
-    share = torch.where(targets != ignore_index, share, 0.0)
-    # A token that is given no weight counts nothing, even at an infinite loss.
-    weighted = torch.where(share == 0, 0.0, nll) * share
-    if reduction == "none":
-        return weighted
-    if reduction == "sum":
-        return weighted.sum()
-    # Nothing counted, nothing lost: loss 0 and gradient 0, not 0/0.
-    mass = share.sum()
-    return weighted.sum() * torch.where(mass == 0, 0.0, 1.0 / mass)
+    weight_of = torch.ones_like(nll) if token_weight is None else token_weight.to(nll.dtype)
+    return reduce_losses(nll, torch.where(targets != ignore_index, weight_of, 0.0), reduction)
 
 
 @torch.no_grad()
 def token_stats(
-    rows: Tensor,
-    log_prior: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    start: int,
-    bias: Tensor | None = None,
-    pointwise: Pointwise = IDENTITY,
-    ignore_index: int = -100,
-    group: ProcessGroup | None = None,
-    workspace: int | None = None,
-) -> TokenStats:
+    rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, *, start: int,
+    bias: Tensor | None = None, pointwise: Pointwise = IDENTITY, ignore_index: int = -100,
+    group: ProcessGroup | None = None, workspace: int | None = None,
+) -> TokenStats:  # fmt: skip
     """Loss, most probable entry and entropy of every token's mixture, [N] each: two products."""
-    rows = _checked(rows, log_prior, weight, targets, bias)
-    targets, (N, K, D) = targets.long(), rows.shape
-    with torch.autocast(rows.device.type, enabled=False):
-        vocabulary = vocabulary_for(rows, K, weight, bias, pointwise, _workspace(workspace, rows))
-        local = _shard_statistics(vocabulary, rows, targets, start, ignore_index)
-        joint = _join(local, targets, start, weight.shape[0], ignore_index, group)
-        nll = posterior(log_prior.to(vocabulary.wide), joint.nll)[0]
+    product = _checked(rows, log_prior, weight, targets, bias)
+    targets, (N, K, _) = targets.long(), rows.shape
+    with without_autocast(rows.device):
+        shard = Shard(rows, weight, bias, pointwise, product, workspace)
+        joint = shard.join(targets, start, ignore_index, group)
+        nll = posterior(log_prior.to(shard.vocabulary.wide), joint.nll)[0]
         best, entropy = torch.zeros_like(nll), torch.zeros_like(nll)
         argmax = torch.full_like(targets, -1)
-        for index in chunks(targets, ignore_index, vocabulary.plan.tokens):
-            part = Statistics(*(column[index].flatten() for column in joint))
-            prior = log_prior[index].to(vocabulary.wide)
+        for index in shard.counted(targets, ignore_index):
+            part = joint.at(index)
+            prior = log_prior[index].to(nll.dtype)
             mode = Mode(prior.shape[0], prior)
+            flat = Statistics(*(column.flatten() for column in part))
             recompute_gradient(
-                vocabulary, rows[index].reshape(-1, D), targets[index].repeat_interleave(K), part,
-                torch.zeros_like(part.others), Gradients(None, None, None, None), entry=part.others,
-                d_rows=None, mode=mode, share=prior.exp() / part.total.view(prior.shape),
+                shard.vocabulary, shard.chunk_rows(index), targets[index].repeat_interleave(K), flat,
+                torch.zeros_like(flat.others), Gradients(), entry=flat.others, d_rows=None, mode=mode,
+                share=prior.exp() / part.total,
             )  # fmt: skip
             best[index], entropy[index], argmax[index] = mode.best, mode.entropy, mode.argmax + start
     if place(group)[1] > 1 and N:
@@ -155,36 +128,30 @@ def token_stats(
 
 @torch.no_grad()
 def log_probs(
-    rows: Tensor,
-    log_prior: Tensor,
-    weight: Tensor,
-    *,
-    start: int,
-    bias: Tensor | None = None,
-    pointwise: Pointwise = IDENTITY,
-    group: ProcessGroup | None = None,
-    workspace: int | None = None,
-) -> Tensor:
+    rows: Tensor, log_prior: Tensor, weight: Tensor, *, start: int, bias: Tensor | None = None,
+    pointwise: Pointwise = IDENTITY, group: ProcessGroup | None = None, workspace: int | None = None,
+) -> Tensor:  # fmt: skip
     """Log-probabilities [N, V] on every process, without gradients, for evaluation of few tokens.
 
     This materialises N x V numbers and sends them to every process. Two products.
     """
-    rows = _checked(rows, log_prior, weight, None, bias)
-    N, K, _ = rows.shape
-    with torch.autocast(rows.device.type, enabled=False):
-        vocabulary = vocabulary_for(rows, K, weight, bias, pointwise, _workspace(workspace, rows))
+    product = _checked(rows, log_prior, weight, None, bias)
+    N = rows.shape[0]
+    with without_autocast(rows.device):
+        shard = Shard(rows, weight, bias, pointwise, product, workspace)
         # No target: the sum takes in the whole shard.
         nowhere = torch.full((N,), -1, dtype=torch.int64, device=rows.device)
-        local = _shard_statistics(vocabulary, rows, nowhere, 0, None)
+        local = shard.statistics(nowhere, 0, None)
         joint = _join(local, nowhere, 0, weight.shape[0], -1, group)
         if bias is not None and bool(torch.isneginf(bias).all()):
-            own = rows.new_full((N, weight.shape[0]), -torch.inf, dtype=vocabulary.wide)
+            own = rows.new_full((N, weight.shape[0]), -torch.inf, dtype=shard.vocabulary.wide)
         else:
             # Each component's share of the probability that falls into this shard.
-            inside = log_prior.to(vocabulary.wide) + local.lse - joint.lse
-            own = log_probs_module.mixture_log_probs(
-                rows, inside, weight.to(rows.dtype), bias=bias, pointwise=pointwise, workspace=workspace
-            )
+            inside = log_prior.to(shard.vocabulary.wide) + local.lse - joint.lse
+            own = mixture_log_probs(
+                rows.to(product), inside, weight.to(product), bias=bias, pointwise=pointwise,
+                workspace=workspace,
+            )  # fmt: skip
     return gather_shards(own.t(), start=start, group=group).t().contiguous()
 
 
@@ -224,29 +191,50 @@ def gather_shards(shard: Tensor, *, start: int, group: ProcessGroup | None = Non
 
 def _checked(
     rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """The rows in the dtype of the products."""
+) -> torch.dtype:
+    """The dtype of the products."""
     check_mixture(rows, log_prior, weight, targets, bias)
-    return rows.to(product_dtype(rows, weight))
+    return product_dtype(rows, weight)
 
 
-def _workspace(workspace: int | None, rows: Tensor) -> int:
-    return default_workspace(rows.device) if workspace is None else workspace
+class Shard:
+    """Rows [N, K, D] against the entries of W that this process holds."""
 
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, product: torch.dtype,
+        workspace: int | None,
+    ) -> None:  # fmt: skip
+        N, K, D = rows.shape
+        plan = make_plan(
+            N=N, K=K, D=D, V=weight.shape[0], product=product, given=weight.dtype, device=rows.device,
+            tile_buffers=pointwise.tile_buffers, workspace=workspace_of(workspace, rows.device),
+        )  # fmt: skip
+        self.rows = rows
+        self.vocabulary = Vocabulary(weight, bias, pointwise, product=product, plan=plan, K=K)
 
-def _shard_statistics(
-    vocabulary: Vocabulary, rows: Tensor, targets: Tensor, start: int, ignore_index: int | None
-) -> Statistics:
-    """What every row keeps of this shard's scores, [N, K] each; one product."""
-    N, K, D = rows.shape
-    out = Statistics(*(rows.new_zeros(N, K, dtype=vocabulary.wide) for _ in range(3)))
-    # Ignored tokens are found before the shift: a shifted target may well equal ignore_index.
-    for index in chunks(targets, ignore_index, vocabulary.plan.tokens):
-        column = (targets[index] - start).repeat_interleave(K)
-        part = statistics_of(vocabulary, rows[index].reshape(-1, D), column)
-        for whole, piece in zip(out, part, strict=True):
-            whole[index] = piece.view(-1, K)
-    return out
+    def counted(self, targets: Tensor, ignore_index: int | None) -> Iterator[Index]:
+        """Chunks of the tokens that count."""
+        keep = torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
+        positions = None if bool(keep.all()) else keep.nonzero()[:, 0]
+        return pieces(targets.shape[0], positions, self.vocabulary.plan.tokens)
+
+    def chunk_rows(self, index: Index) -> Tensor:
+        return self.rows[index].flatten(0, 1).to(self.vocabulary.product)
+
+    def statistics(self, targets: Tensor, start: int, ignore_index: int | None) -> Statistics:
+        """What every row keeps of this shard's scores, [N, K] each; one product."""
+        N, K, _ = self.rows.shape
+        found = zero_statistics(self.rows, self.vocabulary.wide, N, K)
+        # Ignored tokens are found before the shift: a shifted target may well equal ignore_index.
+        for index in self.counted(targets, ignore_index):
+            column = (targets[index] - start).repeat_interleave(K)
+            found.put(index, statistics_of(self.vocabulary, self.chunk_rows(index), column))
+        return found
+
+    def join(self, targets: Tensor, start: int, ignore_index: int, group: ProcessGroup | None) -> Statistics:
+        """The statistics of whole rows, the same on every process."""
+        local = self.statistics(targets, start, ignore_index)
+        return _join(local, targets, start, self.vocabulary.V, ignore_index, group)
 
 
 def _join(
@@ -281,39 +269,27 @@ class _TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        log_prior: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        slopes: Tensor | None,
-        targets: Tensor,
-        *options: Any,
-    ) -> Tensor:
-        kind, constant, start, ignore_index, group, workspace = options
-        with torch.autocast(rows.device.type, enabled=False):
-            pointwise = from_parts(kind, constant, slopes)
-            vocabulary = vocabulary_for(rows, rows.shape[1], weight, bias, pointwise, workspace)
-            local = _shard_statistics(vocabulary, rows, targets, start, ignore_index)
-            joint = _join(local, targets, start, weight.shape[0], ignore_index, group)
-            nll = posterior(log_prior.to(vocabulary.wide), joint.nll)[0]
+        ctx: Any, rows: Tensor, log_prior: Tensor, weight: Tensor, bias: Tensor | None,
+        slopes: Tensor | None, targets: Tensor, *options: Any,
+    ) -> Tensor:  # fmt: skip
+        kind, constant, start, ignore_index, group, product, workspace = options
+        with without_autocast(rows.device):
+            shard = Shard(rows, weight, bias, from_parts(kind, constant, slopes), product, workspace)
+            joint = shard.join(targets, start, ignore_index, group)
+            nll = posterior(log_prior.to(shard.vocabulary.wide), joint.nll)[0]
         ctx.save_for_backward(rows, log_prior, weight, bias, slopes, targets, *joint)
         ctx.options = options
         return torch.where(targets != ignore_index, nll, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise FullrankError(
-                "the vocabulary-parallel loss is differentiable once, got backward(create_graph=True): "
-                "use fullrank.mixture_nll(impl='reference') on one process for second derivatives"
-            )
+        refuse_second_derivative()
         rows, log_prior, weight, bias, slopes, targets, *columns = ctx.saved_tensors
-        kind, constant, start, ignore_index, group, workspace = ctx.options
+        kind, constant, start, ignore_index, group, product, workspace = ctx.options
         wants = ctx.needs_input_grad
         needs = Needs(rows=wants[0], prior=wants[1], weight=wants[2], bias=wants[3], slopes=wants[4])
         pointwise = from_parts(kind, constant, slopes)
-        joint, wide, (_, K, D) = Statistics(*columns), compute_dtype(rows.dtype), rows.shape
+        joint, wide, (_, K, D) = Statistics(*columns), compute_dtype(product), rows.shape
         # As on one process, made for factors of at most 1 and scaled at the end: in fp16 a row times 1/N
         # would be a subnormal number.
         factor = upstream[0]
@@ -321,16 +297,16 @@ class _TokenLoss(torch.autograd.Function):
         largest = torch.where(largest == 0, 1.0, largest)
         share = posterior(log_prior.to(wide), joint.nll)[1] * (factor / largest)[:, None]
         share = torch.where((targets != ignore_index)[:, None], share, 0.0)
-        gradients = empty_gradients(needs, weight, pointwise, wide)
+        gradients = zero_gradients(needs, weight, pointwise, wide)
         d_rows = rows.new_zeros(rows.shape, dtype=wide) if needs.rows else None
         if needs.products:
-            with torch.autocast(rows.device.type, enabled=False):
-                vocabulary = vocabulary_for(rows, K, weight, bias, pointwise, workspace)
-                for index in chunks(targets, ignore_index, vocabulary.plan.tokens):
-                    chunk = rows[index].reshape(-1, D)
+            with without_autocast(rows.device):
+                shard = Shard(rows, weight, bias, pointwise, product, workspace)
+                vocabulary = shard.vocabulary
+                for index in shard.counted(targets, ignore_index):
                     part = Statistics(*(column[index].flatten() for column in joint))
-                    d_chunk = vocabulary.gradient_of_rows(chunk) if needs.rows else None
-                    each = share[index].flatten()
+                    chunk, each = shard.chunk_rows(index), share[index].flatten()
+                    d_chunk = vocabulary.row_gradient(chunk.shape[0], chunk) if needs.rows else None
                     recompute_gradient(
                         vocabulary, chunk, (targets[index] - start).repeat_interleave(K), part, each,
                         gradients, entry=part.deficit, d_rows=d_chunk,

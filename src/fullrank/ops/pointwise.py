@@ -246,17 +246,3 @@ def from_parts(kind: str, constant: float, trained: Tensor | None) -> Pointwise:
     raise FullrankError(
         f"no pointwise function {kind!r}: expected identity, sigsoftmax, softcap, capped_sigsoftmax or plif"
     )
-
-
-__all__ = [
-    "IDENTITY",
-    "SIGSOFTMAX",
-    "CappedSigsoftmax",
-    "Evaluated",
-    "Identity",
-    "PiecewiseLinear",
-    "Pointwise",
-    "Sigsoftmax",
-    "Softcap",
-    "from_parts",
-]

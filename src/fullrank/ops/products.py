@@ -1,86 +1,164 @@
-"""The gradient products of a chunk whose scores hold Q: dH = g (Q W), dW = Q^T (g H), db = Q^T g.
+"""The matrix products of a pass, and the sums over all rows that they make.
 
-Q is in the dtype of the products, W's gradient is summed over the chunks in fp32 or wider, but for the few
-chunks of `chunked.NARROW_CHUNKS`.
+    scores = H W^T        dH = g (Q W)        dW = Q^T (g H)        db = Q^T g
+
+Products run in one dtype (`arguments.product_dtype`); W's gradient is summed in fp32 or wider. W is
+multiplied as it is where it has that dtype. Where it has another, a copy is made once if that is small, else
+some rows at a time, so that no copy of W leaves the workspace.
+
+A piecewise-linear f has one slope a bin. Its gradient is a histogram over the bins of the gradient in f(z):
+per bin the sum, and the sum times the place in the bin, both in fp64. The lift of a capped sigsoftmax goes
+the same way, with one bin for all scores.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from fullrank.ops.gradients import Gradients
-from fullrank.ops.scaling import scale_rows
-from fullrank.ops.targets import capturing
-from fullrank.ops.vocabulary import Vocabulary
+from fullrank.ops.pointwise import Evaluated, Pointwise
+from fullrank.ops.reduce import capturing
 
 
-def add_products(
-    vocabulary: Vocabulary,
-    scores: Tensor,
-    rows: Tensor,
-    factor: Tensor | None,
-    start: int,
-    stop: int,
-    gradients: Gradients,
-    d_rows: Tensor | None,
-) -> None:
-    """The two gradient products of a chunk and a block, whose scores hold Q up to `lacking`.
+class Needs(NamedTuple):
+    """Which gradients a pass makes."""
 
-    With the kernel, scores, W and W's gradient have their padding here.
+    rows: bool = False
+    prior: bool = False
+    weight: bool = False
+    bias: bool = False
+    slopes: bool = False
 
-    factor [rows] is g times `lacking`, None where it is 1. d_rows [rows, D] takes the product with W before
-    the factor.
+    @property
+    def products(self) -> bool:
+        """Whether the scores' gradient Q is needed at all."""
+        return self.rows or self.weight or self.bias or self.slopes
+
+
+def needs_of(
+    rows: Tensor, log_prior: Tensor | None, weight: Tensor, bias: Tensor | None, trained: Tensor | None
+) -> Needs:
+    if not torch.is_grad_enabled():
+        return Needs()
+    tensors = (rows, log_prior, weight, bias, trained)
+    return Needs(*(tensor is not None and tensor.requires_grad for tensor in tensors))
+
+
+@dataclass
+class Gradients:
+    """Sums over all rows, in fp32 or wider unless W's is of few products; None where not asked for.
+
+    A bin of a piecewise-linear f takes in a share of all scores, one by one: fp32 would lose digits.
     """
-    if d_rows is not None:
-        weight = vocabulary.weight if vocabulary.plan.kernel else vocabulary.weight[start:stop]
-        if vocabulary.kept:
-            torch.mm(scores, weight, out=d_rows)
-        elif d_rows.dtype == scores.dtype:
-            d_rows.addmm_(scores, weight)
-        else:
-            d_rows.add_(torch.mm(scores, weight))
-    if gradients.weight is not None:
-        scaled = rows if factor is None else scale_rows(rows, factor, out=torch.empty_like(rows))
-        add_rows(vocabulary, scores, scaled, gradients, start, stop)
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    sums: Tensor | None = None
+    """Per bin of f, the sum of the gradient in f(z)."""
+    moments: Tensor | None = None
+    unwritten: bool = False
+    """W's holds nothing yet, not even zeros: the first product, of all of it, is written and not added."""
+
+    @property
+    def asked(self) -> bool:
+        return any(item is not None for item in (self.weight, self.bias, self.sums))
+
+    def trimmed(self, V: int) -> Gradients:
+        """Without padding, and with zeros where no product was."""
+        if self.unwritten and self.weight is not None:
+            self.weight.zero_()
+        weight = None if self.weight is None else self.weight[:V]
+        bias = None if self.bias is None else self.bias[:V]
+        return Gradients(weight=weight, bias=bias, sums=self.sums, moments=self.moments)
+
+    def slopes(self, pointwise: Pointwise) -> Tensor | None:
+        if self.sums is None or self.moments is None:
+            return None
+        return pointwise.gradient_of_trained(self.sums, self.moments)
+
+    def add_slopes(self, bent: Evaluated, upstream: Tensor) -> None:
+        """Histogram the gradient in f(z) over the bins of f; overwrites upstream, in fp64."""
+        if self.sums is None or self.moments is None or bent.offset is None:
+            return
+        if bent.bins is None:
+            self.moments.add_(upstream.mul_(bent.offset).sum())
+            return
+        bins = bent.bins.flatten()
+        self.sums.index_add_(0, bins, upstream.flatten())
+        self.moments.index_add_(0, bins, upstream.mul_(bent.offset).flatten())
 
 
-def add_rows(
-    vocabulary: Vocabulary,
-    scores: Tensor,
-    scaled: Tensor,
-    gradients: Gradients,
-    start: int = 0,
-    stop: int | None = None,
-) -> None:
-    """W's gradient of a chunk and a block: Q^T (g H), from rows that have their factor."""
-    assert gradients.weight is not None
-    total = gradients.weight if vocabulary.plan.kernel else gradients.weight[start:stop]
-    add_wide(total, scores.t(), scaled, step=vocabulary.plan.slice_rows, first=gradients.unwritten)
-    gradients.unwritten = False
+def zero_gradients(needs: Needs, weight: Tensor, pointwise: Pointwise, wide: torch.dtype) -> Gradients:
+    V, trained = weight.shape[0], pointwise.trained
+    bins = 0 if trained is None else len(trained)
+    slopes = needs.slopes and trained is not None
+    return Gradients(
+        weight=weight.new_zeros(weight.shape, dtype=wide) if needs.weight else None,
+        bias=weight.new_zeros(V, dtype=wide) if needs.bias else None,
+        sums=weight.new_zeros(bins, dtype=torch.float64) if slopes else None,
+        moments=weight.new_zeros(bins, dtype=torch.float64) if slopes else None,
+    )
 
 
-def add_bias(gradients: Gradients, scores: Tensor, upstream: Tensor | None) -> None:
-    """The bias's gradient of a chunk whose scores are Q: the sum over rows of g Q; g is 1 where None."""
-    if gradients.bias is None:
-        return
-    if upstream is None:
-        upstream = torch.ones(scores.shape[0], dtype=gradients.bias.dtype, device=scores.device)
-    if gradients.bias.dtype == scores.dtype:
-        gradients.bias.addmv_(scores.t(), upstream)
-        return
-    # g in two parts keeps its digits in the narrow dtype; eight columns are what a fast product takes.
-    columns = scores.new_zeros(scores.shape[0], 8)
-    columns[:, 0] = upstream
-    columns[:, 1] = upstream - columns[:, 0]
-    sums = torch.zeros(scores.shape[1], 8, dtype=gradients.bias.dtype, device=scores.device)
-    add_wide(sums, scores.t(), columns, step=scores.shape[1])
-    gradients.bias.add_(sums[:, 0]).add_(sums[:, 1])
+def sums_of(sums: Gradients, pointwise: Pointwise) -> tuple[Tensor | None, ...]:
+    return sums.weight, sums.bias, sums.slopes(pointwise)
 
 
-def add_wide(total: Tensor, left: Tensor, right: Tensor, *, step: int, first: bool = False) -> None:
+def fake_sums(
+    needs: Needs, weight: Tensor, slopes: Tensor | None, wide: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    return (
+        weight.new_empty(weight.shape, dtype=wide) if needs.weight else None,
+        weight.new_empty(weight.shape[0], dtype=wide) if needs.bias else None,
+        slopes.new_empty(slopes.shape, dtype=torch.float64) if needs.slopes and slopes is not None else None,
+    )
+
+
+class Matrix:
+    """W [V, D] as the products see it: in their dtype, all of it or `most` rows at a time."""
+
+    def __init__(self, weight: Tensor, product: torch.dtype, *, most: int) -> None:
+        self.V, self.D = weight.shape
+        self.product = product
+        self.most = self.V if weight.dtype == product else max(1, most)
+        if self.most >= self.V:
+            weight, self.most = weight.to(product), self.V
+        # A matrix strided in both directions would be copied by every product, so it is copied once.
+        self.weight = weight if 1 in weight.stride() or weight.numel() == 0 else weight.contiguous()
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        """(from, to, rows of W) over the rows start .. stop."""
+        for first in range(start, stop, self.most):
+            last = min(first + self.most, stop)
+            yield first, last, self.weight[first:last].to(self.product)
+
+    def score(self, rows: Tensor, out: Tensor, start: int) -> Tensor:
+        """out [rows, block] = rows W^T for the block of W that begins at `start`."""
+        for first, last, part in self.parts(start, start + out.shape[1]):
+            torch.mm(rows, part.t(), out=out[:, first - start : last - start])
+        return out
+
+    def add_row_gradient(self, Q: Tensor, out: Tensor, start: int) -> None:
+        """out [rows, D] += Q W for Q [rows, block], in the products' dtype or in a wider one. A Q of all
+        V is written, and out need hold nothing before."""
+        whole = self.most >= self.V == Q.shape[1]
+        for first, last, part in self.parts(start, start + Q.shape[1]):
+            some = Q[:, first - start : last - start]
+            if out.dtype != self.product:
+                out.add_(torch.mm(some, part))
+            elif whole:
+                torch.mm(some, part, out=out)
+            else:
+                out.addmm_(some, part)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, step: int, first: bool = False) -> None:
     """total += left @ right, where total is as wide as the factors or wider; `first` says that total holds
-    nothing yet, not even zeros."""
+    nothing yet. Where torch cannot add a narrow product to a wide sum, `step` rows of it exist at a time."""
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=0 if first else 1)
     elif accumulates_wide(left):
@@ -89,11 +167,26 @@ def add_wide(total: Tensor, left: Tensor, right: Tensor, *, step: int, first: bo
         else:
             torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
     else:
-        # Only one slice of the product, `step` rows of it, exists in the narrow dtype.
         for start in range(0, left.shape[0], step):
             part = slice(start, start + step)
             product = torch.mm(left[part], right)
             total[part].copy_(product) if first else total[part].add_(product)
+
+
+def add_bias(total: Tensor, Q: Tensor, upstream: Tensor | None) -> None:
+    """The bias's gradient of rows Q [rows, V]: the sum over rows of g Q; g is 1 where None."""
+    if upstream is None:
+        upstream = torch.ones(Q.shape[0], dtype=total.dtype, device=Q.device)
+    if total.dtype == Q.dtype:
+        total.addmv_(Q.t(), upstream)
+        return
+    # g in two parts keeps its digits in the narrow dtype; eight columns are what a fast product takes.
+    columns = Q.new_zeros(Q.shape[0], 8)
+    columns[:, 0] = upstream
+    columns[:, 1] = upstream - columns[:, 0]
+    sums = torch.zeros(Q.shape[1], 8, dtype=total.dtype, device=Q.device)
+    add_product(sums, Q.t(), columns, step=Q.shape[1])
+    total.add_(sums[:, 0]).add_(sums[:, 1])
 
 
 _accumulates: dict[tuple[torch.device, torch.dtype], bool] = {}
@@ -114,3 +207,17 @@ def accumulates_wide(factor: Tensor) -> bool:
         except (AttributeError, NotImplementedError, RuntimeError, TypeError):
             _accumulates[key] = False
     return _accumulates[key]
+
+
+def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> Tensor:
+    """out = x * factor, rounded once, with a factor [R] for each row of x, or one for all; out may be x."""
+    if x.is_cuda and x.is_contiguous() and out.is_contiguous() and factor.dtype == torch.float32:
+        # Not before it is needed: Triton takes its time to load and is not everywhere.
+        from fullrank.ops import triton_base
+
+        if triton_base.obstacle(x.device, x.dtype) is None and out.dtype in triton_base.DTYPES:
+            # torch's own kernels for two dtypes are slow.
+            return triton_base.scale(x, factor, out)
+    # One factor stays a scalar: as a tensor of some axes it would widen a copy of x.
+    each = factor.view(-1, *[1] * (x.ndim - 1)) if factor.ndim else factor
+    return torch.mul(x, each, out=out)

@@ -1,67 +1,109 @@
-"""Token weights, and the loss of a batch from those of its tokens."""
+"""The reductions of a loss: V scores to three numbers a row, K rows to a token, N tokens to one number.
+
+**A row.** With scores z, a = f(z), y the target, m = max_v a_v:
+
+    d = a_y - m,   S = sum_{v != y} exp(a_v - m)
+    nll = log1p(S + expm1(d)) - d          lse = m + log(S + e^d)          p_y - 1 = -S / (S + e^d)
+
+S leaves the target out, so that neither nll nor p_y - 1 is a difference of nearly equal numbers: a confident
+row keeps its digits.
+
+**A token.** nll = -logsumexp_k (log_prior_k - nll_k), shares r_k = exp(log_prior_k - nll_k + nll).
+
+**A batch.** With weights w_i, "none": w_i nll_i; "sum": sum_i w_i nll_i; "mean": that over sum_i w_i. A
+token that is ignored, or that is given weight 0, counts nothing, even at an infinite loss: its loss and its
+gradient are 0. Where nothing counts, or the weights sum to 0, a mean is 0 with gradient 0, not 0/0.
+
+Ignored tokens are found with one look at the targets' values, for which the host waits for a CUDA device; all
+later work leaves them out, whatever their rows hold. While a CUDA graph is captured nothing can be looked at:
+every token goes through the products, an ignored one with weight 0 (its rows must be finite), and a target
+outside the vocabulary makes the loss NaN instead of an error.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fullrank.ops.targets import Asked, Counted
+from fullrank.errors import FullrankError
 
 
-class Weights(NamedTuple):
-    """Weights of all tokens where they are not all 1: share [N] as given, `largest` of them.
+class Statistics(NamedTuple):
+    """What a row keeps of its V scores, [R] each."""
 
-    The gradients are made for weights of at most 1 and scaled once at the end: in fp16 a row times 1/N would
-    be a subnormal number.
-    """
-
-    share: Tensor
-    largest: Tensor
+    maximum: Tensor
+    others: Tensor
+    """S: the sum over all but the target of exp(a - maximum)."""
+    target: Tensor
 
     @property
-    def at_most_one(self) -> Tensor:
-        return self.share / self.largest
+    def gap(self) -> Tensor:
+        return self.target - self.maximum
+
+    @property
+    def nll(self) -> Tensor:
+        return torch.log1p(self.others + torch.expm1(self.gap)) - self.gap
+
+    @property
+    def deficit(self) -> Tensor:
+        """total * (p_y - 1), what stands at the target in place of its exponential: -S. A masked target is no
+        score of the row, so nothing falls on it."""
+        return torch.where(torch.isneginf(self.target), 0.0, -self.others)
+
+    @property
+    def total(self) -> Tensor:
+        return self.others + torch.exp(self.gap)
+
+    @property
+    def lse(self) -> Tensor:
+        return self.maximum + torch.log(self.total)
+
+    def at(self, index: slice | Tensor) -> Statistics:
+        return Statistics(self.maximum[index], self.others[index], self.target[index])
+
+    def put(self, index: slice | Tensor, part: Statistics) -> None:
+        for whole, piece in zip(self, part, strict=True):
+            whole[index] = piece.view(whole[index].shape)
 
 
-def weights_of(
-    asked: Asked, token_weight: Tensor | None, ignore_index: int, wide: torch.dtype
-) -> Weights | None:
-    targets = asked.targets
-    if token_weight is None and not asked.captured:
-        return None
-    share = torch.ones_like(targets, dtype=wide) if token_weight is None else token_weight.to(wide)
-    share = torch.where(targets != ignore_index, share, 0.0)
-    largest = share.abs().amax() if share.numel() else share.new_ones(())
-    return Weights(share, torch.where(largest == 0, 1.0, largest))
+def zero_statistics(like: Tensor, dtype: torch.dtype, *shape: int) -> Statistics:
+    return Statistics(*(like.new_zeros(shape, dtype=dtype) for _ in range(3)))
 
 
-def reduced(
-    nll: Tensor, counted: Counted, weights: Weights | None, *, mean: bool
-) -> tuple[Tensor, Tensor | float]:
-    """The loss, and the factor that the gradients still lack."""
-    if weights is None:
-        if not mean:
-            return nll.sum(), 1.0
-        count = counted.count or 0
-        # Nothing counted, nothing lost: loss 0 and gradient 0, not 0/0.
-        inverse = 1.0 / max(count, 1)
-        return nll.mean() if count == nll.shape[0] > 0 else nll.sum() * inverse, inverse
-    # A token that is given no weight counts nothing, even at an infinite loss.
-    loss, factor = torch.where(weights.share == 0, 0.0, nll * weights.share).sum(), weights.largest.clone()
-    if mean:
-        mass = weights.share.sum()
-        scale = torch.where(mass == 0, 0.0, 1.0 / mass)
-        loss, factor = loss * scale, factor * scale
-    return counted.spoil(loss), counted.spoil(factor)
+def posterior(log_prior: Tensor, nll: Tensor) -> tuple[Tensor, Tensor]:
+    """Token loss [N] and posterior shares [N, K] from log priors and row losses [N, K]."""
+    token = -torch.logsumexp(log_prior - nll, dim=1)
+    share = torch.exp(log_prior - nll + token[:, None])
+    # A token that no component can emit has no posterior: its shares are 0, not inf - inf.
+    return token, torch.where(torch.isposinf(token)[:, None], 0.0, share)
+
+
+class Mode:
+    """Running argmax and entropy of a chunk's mixtures, over tiles of tokens and blocks of the vocabulary."""
+
+    def __init__(self, tokens: int, like: Tensor) -> None:
+        self.best = torch.full((tokens,), -torch.inf, dtype=like.dtype, device=like.device)
+        self.argmax = torch.zeros(tokens, dtype=torch.int64, device=like.device)
+        self.entropy = torch.zeros_like(self.best)
+
+    def add(self, tokens: slice, exponentials: Tensor, share: Tensor, start: int) -> None:
+        """exponentials [tokens * K, block] are exp(a - maximum); share [tokens, K] is prior / total."""
+        count, K = share.shape
+        mixed = torch.bmm(share[:, None, :], exponentials.view(count, K, -1))[:, 0]
+        best, index = mixed.max(1)
+        better = best > self.best[tokens]
+        self.argmax[tokens] = torch.where(better, index + start, self.argmax[tokens])
+        self.best[tokens] = torch.where(better, best, self.best[tokens])
+        self.entropy[tokens] += torch.special.entr(mixed).sum(1)
 
 
 def reduce_losses(nll: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
     """The loss of tokens with losses nll [n] and weights [n], None for 1 each; differentiable in nll.
 
-    A token of weight 0 counts nothing, even at an infinite loss. Where nothing counts, or the weights sum to
-    0, a mean is 0 with gradient 0, not 0/0. Ignored tokens are not among them, or have weight 0.
+    Ignored tokens are not among them, or have weight 0.
     """
     if weight is not None:
         weight = weight.to(nll.dtype)
@@ -78,3 +120,111 @@ def inverse_mass(nll: Tensor, weight: Tensor | None) -> Tensor | float:
         return 1.0 / nll.numel() if nll.numel() else 0.0
     mass = weight.to(nll.dtype).sum()
     return torch.where(mass == 0, 0.0, 1.0 / mass)
+
+
+class Weights(NamedTuple):
+    """Weights of all N tokens, where they are not all 1."""
+
+    share: Tensor
+    """[N] as given, 0 where ignored."""
+    largest: Tensor
+    """The greatest of their sizes, or 1. Gradients are made for weights of at most 1 and scaled once at the
+    end: in fp16 a row times 1/N would be a subnormal number."""
+
+    @property
+    def at_most_one(self) -> Tensor:
+        return self.share / self.largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The targets of one call and which of them count."""
+
+    targets: Tensor
+    """[N], safe to index with wherever `positions` points."""
+    count: int | None
+    """How many count; None while a graph is captured."""
+    positions: Tensor | None = None
+    """Of those that count, in order; None: all tokens go through the products."""
+    ignored: Tensor | None = None
+    """[N], only while a graph is captured."""
+    wrong: Tensor | None = None
+    """Whether any target is outside the vocabulary, only while a graph is captured."""
+
+    def weights(self, token_weight: Tensor | None, dtype: torch.dtype) -> Weights | None:
+        """None where every token that goes through the products weighs 1."""
+        if token_weight is None and self.ignored is None:
+            return None
+        share = torch.ones_like(self.targets, dtype=dtype)
+        if token_weight is not None:
+            share = token_weight.to(dtype)
+        left_out = self.ignored
+        if self.positions is not None:
+            left_out = torch.ones_like(self.targets, dtype=torch.bool).index_fill_(0, self.positions, False)
+        if left_out is not None:
+            share = share.masked_fill(left_out, 0.0)
+        largest = share.abs().amax() if share.numel() else share.new_ones(())
+        return Weights(share, torch.where(largest == 0, 1.0, largest))
+
+    def blank(self, values: Tensor, filling: float) -> Tensor:
+        """values [N, ...] with the filling where a token is ignored and yet went through the products."""
+        if self.ignored is None:
+            return values
+        return values.masked_fill(self.ignored.view(-1, *[1] * (values.ndim - 1)), filling)
+
+    def nan_if_wrong(self, values: Tensor) -> Tensor:
+        """NaN where a target is outside the vocabulary and nobody could be told."""
+        return values if self.wrong is None else torch.where(self.wrong, torch.nan, values)
+
+    def loss(self, nll: Tensor, weights: Weights | None, *, mean: bool) -> tuple[Tensor, Tensor | float]:
+        """The loss of nll [N], which is 0 where ignored, and the factor that gradients made for weights of at
+        most 1 still lack."""
+        if weights is None:
+            inverse = (1.0 / self.count if self.count else 0.0) if mean else 1.0
+            return nll.sum() * inverse if mean else nll.sum(), inverse
+        factor = weights.largest
+        if mean:
+            factor = factor * inverse_mass(nll, weights.share)
+        loss = reduce_losses(nll, weights.share, "mean" if mean else "sum")
+        return self.nan_if_wrong(loss), self.nan_if_wrong(factor)
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Whether the work on the tensor's device is being recorded into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def count_targets(targets: Tensor, V: int, ignore_index: int | None) -> Tokens:
+    """Find the targets that count; raise for one that no row of W belongs to, naming it."""
+    if capturing(targets):
+        outside = (targets < 0) | (targets >= V)
+        ignored = torch.zeros_like(outside) if ignore_index is None else targets == ignore_index
+        safe = targets.masked_fill(outside | ignored, 0)
+        return Tokens(targets=safe, count=None, ignored=ignored, wrong=(outside & ~ignored).any())
+    N = targets.shape[0]
+    if N == 0:
+        return Tokens(targets=targets, count=0)
+    # The host looks at a copy: every further question would make it wait for the device again.
+    here, left_out = targets.cpu(), 0
+    least, most = (int(end) for end in here.aminmax())
+    if ignore_index is not None and least <= ignore_index <= most:
+        left_out = int((here == ignore_index).sum())
+    if least < 0 or most >= V:
+        bad = (here < 0) | (here >= V)
+        if ignore_index is not None:
+            bad &= here != ignore_index
+        if bool(bad.any()):
+            also = "" if ignore_index is None else f" or ignore_index={ignore_index}"
+            raise FullrankError(
+                f"target {int(here[bad][0])} is outside the vocabulary: "
+                f"expected 0 <= target < V={V}{also}; check the tokenizer against the head"
+            )
+    if not left_out:
+        return Tokens(targets=targets, count=N)
+    # Found on the host and sent over: `nonzero` on the device would have to be waited for.
+    positions = (
+        torch.ne(here, -1 if ignore_index is None else ignore_index)
+        .nonzero()[:, 0]
+        .to(targets.device, non_blocking=True)
+    )
+    return Tokens(targets=targets, count=N - left_out, positions=positions)

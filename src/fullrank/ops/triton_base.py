@@ -1,4 +1,5 @@
-"""What all kernels stand on: Triton itself where it is installed, what it can serve, f at some scores.
+"""What all kernels stand on: Triton itself where it is installed, what it can serve, f at some scores, and
+out = x * factor.
 
 This is the only module that imports Triton, and nothing imports this module before a call needs it.
 """
@@ -7,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fullrank.errors import FullrankError
 from fullrank.ops.pointwise import IDENTITY, Identity, Pointwise, Sigsoftmax, Softcap
 
 try:
@@ -21,8 +24,11 @@ try:
 except ImportError:
     triton = tl = None
 
+log = logging.getLogger(__name__)
+
 KINDS = {Identity.kind: 0, Sigsoftmax.kind: 1, Softcap.kind: 2}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALED = 4096
 
 
 def interpreted() -> bool:
@@ -30,19 +36,42 @@ def interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, pointwise: Pointwise = IDENTITY) -> str | None:
-    """Why the kernels cannot serve such scores, or None where they can."""
+def obstacle(
+    device: torch.device,
+    dtype: torch.dtype,
+    pointwise: Pointwise = IDENTITY,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> str | None:
+    """Why kernels cannot serve products of this dtype on this device, or None where they can."""
     if triton is None:
         return "Triton is not installed"
     if device.type != "cuda" and not interpreted():
         return f"the rows are on {device}, expected CUDA"
-    if dtype not in DTYPES:
-        return f"the products run in {dtype}, expected bfloat16, float16 or float32"
+    if dtype not in dtypes:
+        names = [str(each).removeprefix("torch.") for each in dtypes]
+        return f"the products run in {dtype}, expected {', '.join(names[:-1])} or {names[-1]}"
     if pointwise.kind not in KINDS:
         return f"the pointwise function is {pointwise.kind}, expected one of {', '.join(KINDS)}"
     if device.type == "cuda" and properties(device).major < 8:
         return f"{properties(device).name} is older than compute capability 8.0"
     return None
+
+
+def refuse_or_say(impl: str, why: str | None, *, quiet: bool = False) -> bool:
+    """Whether nothing is in the way of the kernels; impl="triton" raises where something is, and otherwise
+    the log says so, once for every reason."""
+    if why is None:
+        return True
+    if impl == "triton":
+        raise FullrankError(f"impl='triton' cannot serve here: {why}; pass impl='auto' for any path that can")
+    if not quiet:
+        say_slower(why)
+    return False
+
+
+@functools.cache
+def say_slower(why: str) -> None:
+    log.warning("on CUDA without its kernels, slower with the same results: %s", why)
 
 
 @functools.cache
@@ -86,16 +115,8 @@ def bend(scores, constant, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def take(  # type: ignore[no-untyped-def]
-    scores,
-    bias,
-    column,
-    V,
-    stride,
-    constant,
-    KIND: tl.constexpr,
-    BIASED: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+    scores, bias, column, V, stride, constant, KIND: tl.constexpr, BIASED: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """f and f' at some columns of a row; what is masked or beyond V is -inf. Only a TAIL may go beyond V."""
     if TAIL:
         # The bound is the stride, a multiple of 16, so that the loads stay 16 bytes wide for any V.
@@ -119,3 +140,23 @@ def take(  # type: ignore[no-untyped-def]
 def power(x):  # type: ignore[no-untyped-def]
     """e^x in two instructions; Triton's own takes four, for the sake of results that are 0 here."""
     return tl.exp2(x * 1.4426950408889634)
+
+
+@jit
+def scale_kernel(x, factor, out, width, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < length
+    number = tl.load(factor + at // width, mask=inside, other=0.0)
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * number
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """`products.scale` of contiguous tensors, with factors in fp32."""
+    length = x.numel()
+    if length:
+        with on_device(x):
+            scale_kernel[(-(-length // SCALED),)](
+                x, factor, out, length // factor.numel(), length, BLOCK=SCALED, num_warps=8
+            )
+    return out

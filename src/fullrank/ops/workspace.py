@@ -1,23 +1,27 @@
-"""How a pass over the scores is cut so that it stays inside a workspace of a given number of bytes.
+"""How a pass over the tokens is cut so that it stays inside a workspace of a given number of bytes, and the
+one loop over the pieces.
 
-The scores of a chunk of whole tokens lie in one buffer that every chunk reuses. On a CPU two sizes matter:
-the products want hundreds of rows, the elementwise work wants tiles that stay in the cache. When the
-workspace cannot hold all V scores of enough rows, the vocabulary is cut into blocks as well and the gradient
-recomputes the scores of each block: one product more, but no bound on K or V.
+A pass goes over chunks of whole tokens. The scores of a chunk lie in one buffer that every chunk reuses, and
+two sizes matter: the products want hundreds of rows, elementwise work wants tiles that stay in the cache.
+When the workspace cannot hold all V scores of enough rows, the vocabulary is cut into blocks as well and the
+gradient makes the scores of each block again: one product more, but no bound on K or V.
 
-A kernel that does the elementwise work in place (`score_kernels.py`) needs no tiles, but rows that start at a
-multiple of 16 bytes, as do the fast products: each row is padded to its stride.
+An operation gives the loop a `Work`: losses of a chunk and the posterior shares of its rows, then, with the
+shares times the tokens' weights, its gradients. So a gradient needs nothing that outlives its chunk.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fullrank.errors import FullrankError
+from fullrank.ops.reduce import Tokens
 
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 256 * MIB}
@@ -30,47 +34,12 @@ DEVICE_PART = 16
 MOST_ROWS = {"cpu": 512}
 DEVICE_MOST_ROWS = 12288
 LEAST_ROWS = 64
-# On a device, a chunk of so many rows is as fast as a larger one. Where a single chunk would take more bytes
-# than these, two take half the memory in the same time; below, launches cost more than memory does.
-DEVICE_ENOUGH_ROWS = 4096
-DEVICE_ENOUGH_BYTES = 640 * MIB
 
 # Bytes of scores in an elementwise tile: what a core's cache keeps on a CPU, what fills the chip elsewhere.
 TILE_BYTES = {"cpu": 2 * MIB}
 DEVICE_TILE_BYTES = 128 * MIB
 
-STRIDE = 64
-ROUND_ROWS = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Sizes of one pass. `block == V` means that a chunk's scores are kept between its two uses."""
-
-    tokens: int
-    """Tokens in a chunk; a chunk holds all K rows of each."""
-    block: int
-    """Vocabulary entries scored at a time."""
-    tile_tokens: int
-    """Tokens in an elementwise tile."""
-    slice_rows: int
-    """Rows of W's gradient that one low-precision product makes before it is added in fp32."""
-    kernel: bool = False
-    """One kernel does the elementwise work of a chunk, without tiles."""
-    buffers: int = 1
-    """Chunks whose scores are in memory at once."""
-    copy_rows: int = 0
-    """Where rows are skipped: rows of the buffer that move at a time, or rows of Q that a kernel makes at a
-    time beside it."""
-
-    @property
-    def stride(self) -> int:
-        """Scores from one row of the buffer to the next."""
-        return padded(self.block) if self.kernel else self.block
-
-
-def padded(V: int) -> int:
-    return -(-V // STRIDE) * STRIDE
+Index = slice | Tensor
 
 
 @functools.cache
@@ -80,79 +49,155 @@ def default_workspace(device: torch.device) -> int:
     return DEFAULT_WORKSPACE.get(device.type, DEVICE_WORKSPACE)
 
 
+def workspace_of(workspace: int | None, device: torch.device) -> int:
+    return default_workspace(device) if workspace is None else workspace
+
+
+def most_rows(device: torch.device) -> int:
+    return MOST_ROWS.get(device.type, DEVICE_MOST_ROWS)
+
+
+def too_small(workspace: int, what: str, need: int) -> FullrankError:
+    whole = -(-need // MIB)
+    return FullrankError(
+        f"a workspace of {workspace} bytes cannot hold {what}: "
+        f"pass workspace={whole * MIB} ({whole} MiB) or more"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Some whole tokens of a pass."""
+
+    index: Index
+    """Which of all tokens: side by side, or those at some positions."""
+    targets: Tensor
+    """[T]"""
+    log_prior: Tensor
+    """[T, K], in fp32 or wider."""
+    weight: Tensor | None
+    """[T]; None is 1 for every token."""
+
+    @property
+    def rows(self) -> int:
+        return self.log_prior.numel()
+
+    @property
+    def row_targets(self) -> Tensor:
+        """[T K], the target of each row."""
+        K = self.log_prior.shape[1]
+        return self.targets if K == 1 else self.targets[:, None].expand(-1, K).flatten()
+
+    def upstream(self, share: Tensor, tokens: slice = slice(None)) -> Tensor:
+        """g of each row of some tokens, from their posterior shares [t, K]: times the token's weight."""
+        return (share if self.weight is None else share * self.weight[tokens, None]).flatten()
+
+
+class Work(Protocol):
+    """What an operation does with a chunk; what it keeps between the two calls is its own."""
+
+    def losses(self, chunk: Chunk, nll: Tensor) -> Tensor | None:
+        """The tokens' losses into nll [T]; the posterior shares [T, K], or None where all of them are 1 and
+        nobody asked for more than the gradients of `gradients`."""
+
+    def gradients(self, chunk: Chunk, upstream: Tensor | None) -> None:
+        """Make or add the gradients of sum_rows upstream [T K] nll_row; None is 1 for every row."""
+
+
+def over_chunks(
+    work: Work, log_prior: Tensor, tokens: Tokens, token_weight: Tensor | None, *, size: int,
+    wide: torch.dtype, prior_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Losses [N] of all tokens, 0 where ignored, and the log prior's gradient of sum_i weight_i nll_i."""
+    N, K = log_prior.shape
+    # Where every token goes through the products all is written, and nothing need be zero before.
+    fill = log_prior.new_empty if tokens.positions is None else log_prior.new_zeros
+    nll = fill(N, dtype=wide)
+    d_prior = fill(N, K, dtype=wide) if prior_gradient else None
+    for index in pieces(N, tokens.positions, size):
+        chunk = Chunk(
+            index=index,
+            targets=at(tokens.targets, index),
+            log_prior=at(log_prior, index).to(wide),
+            weight=None if token_weight is None else at(token_weight, index).to(wide),
+        )
+        in_place = isinstance(index, slice)
+        own = at(nll, index) if in_place else nll.new_empty(chunk.targets.shape)
+        share = work.losses(chunk, own)
+        if not in_place:
+            nll[index] = own
+        upstream = None if share is None else chunk.upstream(share)
+        if d_prior is not None and upstream is not None:
+            d_prior[index] = upstream.view(-1, K).neg()
+        work.gradients(chunk, upstream)
+    return nll, d_prior
+
+
+def pieces(N: int, positions: Tensor | None, size: int) -> Iterator[Index]:
+    """Pieces of the positions, or slices of all N tokens where none are given."""
+    if positions is not None:
+        # An empty tensor splits into one empty piece, not into none.
+        yield from positions.split(size) if positions.numel() else ()
+        return
+    for start in range(0, N, size):
+        yield slice(start, min(start + size, N))
+
+
+def at(tensor: Tensor, index: Index) -> Tensor:
+    """tensor[index], and the tensor itself where that is all of it."""
+    if isinstance(index, slice) and index.start == 0 and index.stop == tensor.shape[0]:
+        return tensor
+    return tensor[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of a pass with torch's operations; `block == V` keeps a chunk's scores between their two uses."""
+
+    tokens: int
+    """Tokens in a chunk; a chunk holds all K rows of each."""
+    block: int
+    """Vocabulary entries scored at a time."""
+    tile_tokens: int
+    """Tokens in an elementwise tile."""
+    matrix_rows: int
+    """Rows of W that are cast at a time, or of its gradient that exist in the narrow dtype before they are
+    added in fp32; V where W needs no cast."""
+
+
 def make_plan(
-    *,
-    N: int,
-    K: int,
-    D: int,
-    V: int,
-    product: torch.dtype,
-    device: torch.device,
-    tile_buffers: int,
-    workspace: int,
-    kernel: bool = False,
-    skip: bool = False,
-) -> Plan:
+    *, N: int, K: int, D: int, V: int, product: torch.dtype, given: torch.dtype, device: torch.device,
+    tile_buffers: int, workspace: int,
+) -> Plan:  # fmt: skip
     """Cut N tokens of K rows of width D against V entries; raises where one token cannot fit.
 
-    tile_buffers is how many buffers of a tile's size in the wide dtype are alive at once, at worst. `kernel`
-    asks for a plan without tiles and gets one where the vocabulary need not be cut. `skip` makes room to move
-    rows of the buffer.
+    Products run in the dtype `product`, on a W of the dtype `given`. tile_buffers is how many buffers of a
+    tile's size in the wide dtype are alive at once, at worst.
     """
     wide = 8 if product == torch.float64 else 4
     narrow = product.itemsize
     # A row's share outside the scores: the row, its scaled copy, and its gradient in both precisions.
     row_bytes = D * (2 * narrow + 2 * wide)
-    most_rows = MOST_ROWS.get(device.type, DEVICE_MOST_ROWS)
-    most_tokens = max(1, min(N, most_rows // K))
-    if kernel:
-        whole = V * D * (narrow + wide) if narrow < wide else 0
-        slice_bytes = min(whole, max(workspace // 8, D * (narrow + wide)))
-        line_bytes = padded(V) * narrow
-        # Where rows are skipped two chunks are in memory at once, and most of a third.
-        buffers = 2 if skip else 1
-        copied = -(-most_tokens * K * 3 // 4)
-        copy_bytes = max(line_bytes, min(copied * line_bytes, workspace // 4)) if skip else 0
-        room = workspace - slice_bytes - copy_bytes
-        tokens = min(most_tokens, room // (K * (buffers * line_bytes + row_bytes)))
-        if tokens * K >= min(LEAST_ROWS, most_tokens * K):
-            if tokens * K * line_bytes > DEVICE_ENOUGH_BYTES:
-                tokens = min(tokens, max(DEVICE_ENOUGH_ROWS // K, -(-N // 2), 1))
-            # Chunks of one size, the same number of them in less memory, but of sizes that products like.
-            even = -(-max(N, 1) // -(-max(N, 1) // tokens))
-            unit = ROUND_ROWS // math.gcd(K, ROUND_ROWS)
-            tokens = min(tokens, -(-even // unit) * unit)
-            slice_rows = slice_bytes // (D * (narrow + wide)) if slice_bytes else V
-            return Plan(
-                tokens=tokens, block=V, tile_tokens=tokens, slice_rows=slice_rows, kernel=True,
-                buffers=buffers, copy_rows=copy_bytes // line_bytes,
-            )  # fmt: skip
+    most_tokens = max(1, min(N, most_rows(device) // K))
     # Tiles take a quarter of the workspace at most. The tile that the cache wants grows to one whole token
     # where that is still within the quarter.
     best_tile = TILE_BYTES.get(device.type, DEVICE_TILE_BYTES)
     tile_bytes = max(min(max(best_tile, K * V * wide), workspace // (4 * tile_buffers)), K * wide)
-    # The fp32 sum of a low-precision product needs that product once, slice by slice.
-    slice_bytes = max(workspace // 8, D * (narrow + wide)) if narrow < wide else 0
-    budget = workspace - tile_buffers * tile_bytes - slice_bytes
+    # What is made of W in another dtype than it has, or of its gradient.
+    moved = product != given or narrow < wide
+    matrix_bytes = min(max(workspace // 8, D * (narrow + wide)), V * D * (narrow + wide)) if moved else 0
+    budget = workspace - tile_buffers * tile_bytes - matrix_bytes
     smallest = K * row_bytes + K * min(V, 128) * (narrow + tile_buffers * wide)
     if smallest > budget:
-        need = -(-2 * (smallest + slice_bytes) // MIB)
-        raise FullrankError(
-            f"a workspace of {workspace} bytes cannot hold one token of {K} rows of width {D}: "
-            f"pass workspace={need * MIB} ({need} MiB) or more"
-        )
-    slice_rows = min(V, slice_bytes // (D * (narrow + wide))) if slice_bytes else V
+        raise too_small(workspace, f"one token of {K} rows of width {D}", 2 * (smallest + matrix_bytes))
+    matrix_rows = min(V, matrix_bytes // (D * (narrow + wide))) if moved else V
 
     def tokens_for(columns: int) -> int:
         return budget // (K * (columns * narrow + row_bytes))
 
     def plan_of(tokens: int, block: int) -> Plan:
         tile_tokens = min(tokens, max(1, min(best_tile, tile_bytes) // (K * block * wide)))
-        # Rows move when the last tile is done and its room is free.
-        return Plan(
-            tokens=tokens, block=block, tile_tokens=tile_tokens, slice_rows=slice_rows,
-            copy_rows=tile_tokens * K if skip else 0,
-        )  # fmt: skip
+        return Plan(tokens=tokens, block=block, tile_tokens=tile_tokens, matrix_rows=matrix_rows)
 
     tokens = min(most_tokens, tokens_for(V))
     if K * V * wide <= tile_bytes and tokens * K >= min(LEAST_ROWS, most_tokens * K):

@@ -1,0 +1,1 @@
+"""Log-probabilities and best entries of mixtures: operators, kernels."""

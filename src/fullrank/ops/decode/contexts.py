@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullrank.ops import triton_base as base
-from fullrank.ops.triton_base import jit, on_device, tl, triton
+from fullrank.ops.triton_base import jit, obstacle, on_device, tl, triton
 
 DTYPES = (torch.bfloat16, torch.float16)
 # With twice as many tokens torch's products were as fast on states of width 2048.
@@ -27,8 +26,7 @@ def serves(states: Tensor, *weights: Tensor) -> bool:
     return (
         states.is_cuda
         and 0 < states.numel() <= FEW * states.shape[-1]
-        and base.obstacle(states.device, states.dtype) is None
-        and states.dtype in DTYPES
+        and obstacle(states.device, states.dtype, dtypes=DTYPES) is None
         and all(
             weight.dtype == states.dtype and weight.device == states.device and weight.is_contiguous()
             for weight in weights
@@ -38,17 +36,9 @@ def serves(states: Tensor, *weights: Tensor) -> bool:
 
 @jit
 def products_of(  # type: ignore[no-untyped-def]
-    states,
-    weight,
-    token,
-    tokens,
-    output,
-    outputs,
-    H: tl.constexpr,
-    TOKENS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
+    states, weight, token, tokens, output, outputs, H: tl.constexpr, TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
     """Some tokens' states times some rows of a weight, [TOKENS, OUTPUTS]."""
     total = tl.zeros([TOKENS, OUTPUTS], tl.float32)
     for first in range(0, H, INPUTS):
@@ -69,24 +59,10 @@ def products_of(  # type: ignore[no-untyped-def]
 
 @jit
 def write_rows(  # type: ignore[no-untyped-def]
-    states,
-    weight,
-    bias,
-    start,
-    rows,
-    token,
-    tokens,
-    start_stride,
-    block,
-    H: tl.constexpr,
-    r: tl.constexpr,
-    K: tl.constexpr,
-    STARTED: tl.constexpr,
-    TANH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
+    states, weight, bias, start, rows, token, tokens, start_stride, block, H: tl.constexpr, r: tl.constexpr,
+    K: tl.constexpr, STARTED: tl.constexpr, TANH: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-):
+):  # fmt: skip
     output = block * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < K * r
     here = (token < tokens)[:, None] & inside[None, :]
@@ -105,17 +81,9 @@ def write_rows(  # type: ignore[no-untyped-def]
 
 @jit
 def write_prior(  # type: ignore[no-untyped-def]
-    states,
-    gate,
-    log_prior,
-    token,
-    tokens,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    COMPONENTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
+    states, gate, log_prior, token, tokens, H: tl.constexpr, K: tl.constexpr, COMPONENTS: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
     k = tl.arange(0, COMPONENTS)
     logits = products_of(states, gate, token, tokens, k, K, H, TOKENS, COMPONENTS, INPUTS)
     logits = tl.where((k < K)[None, :], logits, float("-inf"))
@@ -127,25 +95,10 @@ def write_prior(  # type: ignore[no-untyped-def]
 
 @jit
 def contexts_kernel(  # type: ignore[no-untyped-def]
-    states,
-    weight,
-    bias,
-    start,
-    gate,
-    rows,
-    log_prior,
-    tokens,
-    start_stride,
-    H: tl.constexpr,
-    r: tl.constexpr,
-    K: tl.constexpr,
-    STARTED: tl.constexpr,
-    TANH: tl.constexpr,
-    COMPONENTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
+    states, weight, bias, start, gate, rows, log_prior, tokens, start_stride, H: tl.constexpr,
+    r: tl.constexpr, K: tl.constexpr, STARTED: tl.constexpr, TANH: tl.constexpr, COMPONENTS: tl.constexpr,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
     # The prior first: its program has more to do after its product.
     block = tl.program_id(0) - 1
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)

@@ -34,17 +34,9 @@ COMPONENTS = 16
 
 @jit
 def normalisers_kernel(  # type: ignore[no-untyped-def]
-    scores,
-    bias,
-    peaks_out,
-    sums_out,
-    constant,
-    V,
-    segments,
-    KIND: tl.constexpr,
-    BIASED: tl.constexpr,
+    scores, bias, peaks_out, sums_out, constant, V, segments, KIND: tl.constexpr, BIASED: tl.constexpr,
     SEGMENT: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0)
     segment = tl.program_id(1)
     column = segment * SEGMENT + tl.arange(0, SEGMENT)
@@ -57,25 +49,10 @@ def normalisers_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def mixture_kernel(  # type: ignore[no-untyped-def]
-    scores,
-    bias,
-    peaks,
-    sums,
-    log_prior,
-    out,
-    where_out,
-    constant,
-    V,
-    segments,
-    blocks,
-    K: tl.constexpr,
-    KIND: tl.constexpr,
-    BIASED: tl.constexpr,
-    BEST: tl.constexpr,
-    COMPONENTS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scores, bias, peaks, sums, log_prior, out, where_out, constant, V, segments, blocks, K: tl.constexpr,
+    KIND: tl.constexpr, BIASED: tl.constexpr, BEST: tl.constexpr, COMPONENTS: tl.constexpr,
+    SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # In base 2: Triton's exp2 is one instruction, its exp four.
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
@@ -161,14 +138,9 @@ def block_size(N: int, V: int) -> int:
 
 
 def mix_scores(
-    scores: Tensor,
-    log_prior: Tensor,
-    bias: Tensor | None,
-    pointwise: Pointwise,
-    *,
-    best: bool,
+    scores: Tensor, log_prior: Tensor, bias: Tensor | None, pointwise: Pointwise, *, best: bool,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """scores [N K, V], log_prior [N, K] and bias [V] in fp32 -> log-probabilities [N, V] and nothing, or with
     `best` the largest [N] and its entry [N], the first where several are. `out` takes the log-probabilities.
     """

@@ -1,0 +1,1 @@
+"""Scores of queries against a memory: definition, tiles."""

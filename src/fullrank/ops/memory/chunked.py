@@ -1,31 +1,20 @@
-"""Scores of queries against a memory, as two numbers a query: all of it, and the part that holds the target.
+"""`reference.py` in tiles: the T x L scores exist a tile at a time, forward and once more backward, where
 
-    s_ti = q_t . k_i                                           over the entries i that query t may see
-    every_t = logsumexp_i s_ti,    agreeing_t = logsumexp_{i: x_i = y_t} s_ti          -inf over no entry
-
-queries [B, T, D], keys [B, L, D], tokens [B, L] (x_i; negative: nobody sees the entry), targets [B, T]. Query
-t sees entry i where i < first + t, and where i >= first + t - window if there is a window; with first=None it
-sees all; a query whose `asking` [B, T] is False sees none. The T x L scores exist a tile at a time, forward
-and once more backward, where
-
-    ds_ti = g_every exp(s_ti - every_t) + g_agreeing 1[x_i = y_t] exp(s_ti - agreeing_t).
-
-Products are in fp32 (fp64 for fp64 inputs), under autocast too: eight bits of a score of 50 are 0.2 nats.
-`reference` is the definition, which the tests hold this against.
+ds_ti = g_every exp(s_ti - every_t) + g_agreeing 1[x_i = y_t] exp(s_ti - agreeing_t).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fullrank.errors import FullrankError
-from fullrank.ops.mixture.reference import compute_dtype
-from fullrank.ops.workspace import default_workspace
+from fullrank.ops.arguments import compute_dtype
+from fullrank.ops.memory.reference import View, check_memory
+from fullrank.ops.workspace import workspace_of
 
 # Buffers as large as a tile of scores that live at once.
 COPIES = 6
@@ -33,94 +22,23 @@ MOST_QUERIES = 128
 """Queries of a tile: with more, more of the future is scored for nothing."""
 
 
-class View(NamedTuple):
-    """Which entries a query sees."""
-
-    first: int | None
-    """The place of the first query among the entries; None: every query sees every entry."""
-    window: int | None
-    """How many entries back a query sees; None: all."""
-
-    def bounds(self, start: int, stop: int, entries: int) -> tuple[int, int]:
-        """Entries that any of the queries start .. stop sees."""
-        if self.first is None:
-            return 0, entries
-        low = 0 if self.window is None else max(0, self.first + start - self.window)
-        high = min(entries, self.first + stop - 1)
-        return min(low, high), max(high, 0)
-
-    def mask(self, queries: slice, entries: slice, tokens: Tensor) -> Tensor:
-        """[B, t, m] whether each query of a tile sees each entry; tokens [B, m]."""
-        there = (tokens >= 0)[:, None, :]
-        if self.first is None:
-            return there.expand(-1, queries.stop - queries.start, -1)
-        now = torch.arange(queries.start, queries.stop, device=tokens.device)[:, None] + self.first
-        then = torch.arange(entries.start, entries.stop, device=tokens.device)
-        seen = then < now
-        if self.window is not None:
-            seen &= then >= now - self.window
-        return there & seen
-
-
 def memory_logsumexp(
-    queries: Tensor,
-    keys: Tensor,
-    tokens: Tensor,
-    targets: Tensor,
-    *,
-    first: int | None = 0,
-    window: int | None = None,
-    asking: Tensor | None = None,
-    workspace: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor, keys: Tensor, tokens: Tensor, targets: Tensor, *, first: int | None = 0,
+    window: int | None = None, asking: Tensor | None = None, workspace: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(agreeing, every) [B, T] each, differentiable in queries and keys; a target < 0 agrees with nothing."""
-    _check(queries, keys, tokens, targets, window)
-    budget = default_workspace(queries.device) if workspace is None else workspace
+    check_memory(queries, keys, tokens, targets, window)
+    budget = workspace_of(workspace, queries.device)
     agreeing, every = _Memory.apply(queries, keys, tokens, targets, asking, View(first, window), budget)
     return agreeing, every
-
-
-def reference(
-    queries: Tensor,
-    keys: Tensor,
-    tokens: Tensor,
-    targets: Tensor,
-    *,
-    first: int | None = 0,
-    window: int | None = None,
-    asking: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The definition, with all scores at once."""
-    _check(queries, keys, tokens, targets, window)
-    wide = compute_dtype(queries.dtype)
-    scores = torch.einsum("btd,bld->btl", queries.to(wide), keys.to(wide))
-    seen = View(first, window).mask(slice(0, queries.shape[1]), slice(0, keys.shape[1]), tokens)
-    seen = seen if asking is None else seen & asking[:, :, None]
-    agreed = seen & (tokens[:, None, :] == targets[:, :, None])
-    return masked_logsumexp(scores, agreed), masked_logsumexp(scores, seen)
-
-
-def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:
-    """logsumexp over the last axis where the mask is True; -inf, and no gradient, where it never is."""
-    some = mask.any(-1)
-    kept = torch.where(mask, scores, -torch.inf)
-    # Over no entry the derivative of logsumexp is inf - inf.
-    found = torch.logsumexp(torch.where(some[..., None], kept, 0.0), dim=-1)
-    return torch.where(some, found, -torch.inf)
 
 
 class _Memory(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        queries: Tensor,
-        keys: Tensor,
-        tokens: Tensor,
-        targets: Tensor,
-        asking: Tensor | None,
-        view: View,
-        budget: int,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, queries: Tensor, keys: Tensor, tokens: Tensor, targets: Tensor, asking: Tensor | None,
+        view: View, budget: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide = compute_dtype(queries.dtype)
         every = queries.new_full(queries.shape[:2], -torch.inf, dtype=wide)
         agreeing = every.clone()
@@ -164,14 +82,9 @@ class _Memory(torch.autograd.Function):
 
 
 def _tiles(
-    queries: Tensor,
-    keys: Tensor,
-    tokens: Tensor,
-    targets: Tensor,
-    asking: Tensor | None,
-    view: View,
+    queries: Tensor, keys: Tensor, tokens: Tensor, targets: Tensor, asking: Tensor | None, view: View,
     budget: int,
-) -> Iterator[tuple[tuple[slice, slice, slice], Tensor, Tensor, Tensor]]:
+) -> Iterator[tuple[tuple[slice, slice, slice], Tensor, Tensor, Tensor]]:  # fmt: skip
     """(batch, queries, entries), scores [b, t, m], which are seen, and which of these hold the target."""
     B, T, _ = queries.shape
     L = keys.shape[1]
@@ -200,22 +113,3 @@ def _tiles(
 def _product(left: Tensor, right: Tensor) -> Tensor:
     with torch.autocast(left.device.type, enabled=False):
         return torch.matmul(left, right)
-
-
-def _check(queries: Tensor, keys: Tensor, tokens: Tensor, targets: Tensor, window: int | None) -> None:
-    if queries.ndim != 3 or keys.ndim != 3 or keys.shape[::2] != queries.shape[::2]:
-        raise FullrankError(
-            f"queries have shape {list(queries.shape)} and keys {list(keys.shape)}, expected [B, T, D] and "
-            "[B, L, D] with one B and one D"
-        )
-    if tokens.shape != keys.shape[:2] or targets.shape != queries.shape[:2]:
-        raise FullrankError(
-            f"tokens have shape {list(tokens.shape)} and targets {list(targets.shape)}, expected "
-            f"{list(keys.shape[:2])}, one a key, and {list(queries.shape[:2])}, one a query"
-        )
-    if tokens.is_floating_point() or targets.is_floating_point():
-        raise FullrankError(
-            f"tokens are {tokens.dtype} and targets {targets.dtype}, expected whole numbers: token ids"
-        )
-    if window is not None and window < 1:
-        raise FullrankError(f"window={window} is impossible: expected at least 1 entry, or None for all")

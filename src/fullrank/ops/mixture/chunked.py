@@ -1,372 +1,354 @@
-"""The exact losses and gradients in a bounded workspace, on any device: loops of chunks over `tiles.py`.
+"""The mixture's losses and gradients in a bounded workspace with torch's operations, on any device.
 
-    mixture_forward   loss of every token and, when its weight is known, every gradient: three products.
-                      Without gradients one; with W frozen two; with rows skipped (`skipping.py`) fewer.
-    rows_backward     gradients for upstream gradients that only the backward pass knows: three more products.
+With m, S and d of a row as in `reduce.py`, and p its softmax,
 
-The target score and the normaliser of single rows are `mixture_forward` with K = 1 and its statistics.
+    Q_v = f'(z_v) (p_v - 1[v = y]),        p_y - 1 = -S / (S + e^d)
 
-Nothing here knows autograd; `autograd.py` makes operators of these. Ignored tokens are left out before any
-product, so what their rows hold does not matter, not even NaN. On CUDA the elementwise work is one kernel
-(`score_kernels.py`) where that serves: the same loop, the same products.
+For upstream gradients g_lse and g_target of a row,
+
+    dz = g_lse Q + (g_lse + g_target) f'(z_y) 1_y
+
+so a row's factor never touches the V-wide buffer: dH = g (Q W), dW = Q^T (g H). In a mixture g is the token's
+weight times the posterior share r_k = exp(log_prior_k - nll_k + nll), known as soon as the K rows of a token
+are, which is why the gradient of a `mean` or `sum` costs three products and not four. Where g_target is not
+-g_lse the two terms at the target may cancel, so it is left out of the products and added apart.
+
+May assume checked arguments and no autocast. Ignored tokens never come here. `kernels.py` does the same with
+one kernel between the products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fullrank.ops.chunks import Chunk, Index, at, pieces, rows_at
-from fullrank.ops.gradients import Gradients, Needs, empty_gradients
-from fullrank.ops.pointwise import Pointwise
-from fullrank.ops.products import add_bias, add_products, add_rows
-from fullrank.ops.scaling import scale_rows
-from fullrank.ops.skipping import Kept, compact, rows_to_keep
-from fullrank.ops.statistics import Mode, Statistics
-from fullrank.ops.targets import Asked, Counted, capturing
-from fullrank.ops.tiles import finish_tile, recompute_gradient, statistics_of
-from fullrank.ops.vocabulary import Vocabulary, vocabulary_for
+from fullrank.ops.arguments import compute_dtype
+from fullrank.ops.pointwise import Evaluated, Identity, Pointwise
+from fullrank.ops.products import (
+    Gradients,
+    Matrix,
+    Needs,
+    add_product,
+    scale,
+    zero_gradients,
+)
+from fullrank.ops.reduce import Mode, Statistics, Tokens, capturing, posterior
+from fullrank.ops.workspace import Chunk, Plan, at, make_plan, workspace_of
 
-# A sum of so many products is rounded to bf16 along with each of them: one rounding more than a sum in fp32,
-# for half the memory of W's gradient. fp16 could not hold a sum over tokens.
-NARROW_CHUNKS = 2
+
+class Vocabulary:
+    """W, b and f, with the one buffer in which the scores of a chunk lie."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, *, product: torch.dtype,
+        plan: Plan, K: int,
+    ) -> None:  # fmt: skip
+        self.plan, self.K, self.pointwise, self.product = plan, K, pointwise, product
+        self.wide = compute_dtype(product)
+        self.matrix = Matrix(weight, product, most=plan.matrix_rows)
+        self.V = weight.shape[0]
+        self._buffer = weight.new_empty(plan.tokens * K * plan.block, dtype=product)
+        self.bias = None if bias is None else bias.to(self.wide)
+        self.masked: Tensor | None = None
+        if self.bias is not None and not isinstance(pointwise, Identity):
+            # Masked entries: f must see a finite score, and the mask goes on after f.
+            masked = torch.isneginf(self.bias)
+            if capturing(masked) or bool(masked.any()):
+                self.masked, self.bias = masked, self.bias.masked_fill(masked, 0.0)
+
+    @property
+    def kept(self) -> bool:
+        """Whether a chunk's scores stay in the buffer, so that the gradient needs no second product."""
+        return self.plan.block >= self.V
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.V, self.plan.block):
+            yield start, min(start + self.plan.block, self.V)
+
+    def tiles(self, rows: int) -> Iterator[slice]:
+        step = self.plan.tile_tokens * self.K
+        for start in range(0, rows, step):
+            yield slice(start, min(start + step, rows))
+
+    def tokens_of(self, tile: slice) -> slice:
+        return slice(tile.start // self.K, tile.stop // self.K)
+
+    def score(self, rows: Tensor, start: int, stop: int) -> Tensor:
+        """The product alone, [rows, stop - start], in the buffer."""
+        scores = self._buffer[: rows.shape[0] * (stop - start)].view(rows.shape[0], stop - start)
+        return self.matrix.score(rows, scores, start)
+
+    def bend(self, scores: Tensor, start: int, stop: int, *, gradient: bool) -> Evaluated:
+        """Bias, f and mask on one tile. In fp32 and fp64 the tile is the buffer itself, changed in place."""
+        tile = scores.to(self.wide)
+        if self.bias is not None:
+            tile.add_(self.bias[start:stop])
+        bent = self.pointwise.evaluate_(tile, gradient=gradient)
+        if self.masked is not None:
+            bent.value.masked_fill_(self.masked[start:stop], -torch.inf)
+        return bent
+
+    def finish(
+        self, scores: Tensor, bent: Evaluated, total: Tensor, upstream: Tensor, gradients: Gradients,
+        start: int, stop: int,
+    ) -> None:  # fmt: skip
+        """From exp(a - maximum), with -S at the target, to Q * total in the buffer; sums what is a column's.
+
+        upstream [rows] is the gradient g of each row's loss. In fp32 and fp64 the tile is the buffer, and
+        dividing by `total` is left to the row's factor: one pass saved. In a narrow dtype it is normalised on
+        the way, because fp16 could not hold S itself.
+        """
+        tile = bent.value
+        row = upstream / total
+        if gradients.sums is not None:
+            gradients.add_slopes(bent, tile.to(torch.float64, copy=True).mul_(row[:, None]))
+        if bent.slope is not None:
+            tile.mul_(bent.slope)
+        if gradients.bias is not None:
+            gradients.bias[start:stop].addmv_(tile.t(), row)
+        if scores.dtype != self.wide:
+            scores.copy_(tile.div_(total[:, None]))
+
+    def lacking(self, total: Tensor) -> Tensor:
+        """What a row's factor still has to bring to make the buffer Q."""
+        return 1.0 / total if self.product == self.wide else torch.ones_like(total)
+
+    def row_gradient(self, rows: int, like: Tensor) -> Tensor:
+        """Room for Q W of a chunk: a sum over parts of the vocabulary is kept in the wide dtype."""
+        one = self.kept and self.matrix.most >= self.V
+        return like.new_zeros(rows, self.matrix.D, dtype=self.product if one else self.wide)
+
+    def add_products(
+        self, Q: Tensor, rows: Tensor, factor: Tensor, start: int, gradients: Gradients,
+        d_rows: Tensor | None,
+    ) -> None:  # fmt: skip
+        """The two gradient products of a block that begins at `start`; Q W is without the factor [rows]."""
+        if d_rows is not None:
+            self.matrix.add_row_gradient(Q, d_rows, start)
+        if gradients.weight is not None:
+            scaled = scale(rows, factor, out=torch.empty_like(rows))
+            total = gradients.weight[start : start + Q.shape[1]]
+            add_product(total, Q.t(), scaled, step=self.plan.matrix_rows)
+
+
+def local_targets(targets: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Each target's column in a block as [rows, 1], and whether it lies there; columns outside become 0."""
+    column = targets - start
+    inside = (column >= 0) & (column < stop - start)
+    return torch.where(inside, column, 0)[:, None], inside
+
+
+def statistics_of(vocabulary: Vocabulary, rows: Tensor, targets: Tensor) -> Statistics:
+    """One product, no gradient: the statistics of a chunk of rows, whether or not V is cut."""
+    count = rows.shape[0]
+    maximum = rows.new_full((count,), -torch.inf, dtype=vocabulary.wide)
+    others = torch.zeros_like(maximum)
+    target = torch.full_like(maximum, -torch.inf)
+    for start, stop in vocabulary.blocks():
+        scores = vocabulary.score(rows, start, stop)
+        for tile in vocabulary.tiles(count):
+            bent = vocabulary.bend(scores[tile], start, stop, gradient=False).value
+            y, inside = local_targets(targets[tile], start, stop)
+            entry = bent.gather(1, y)[:, 0]
+            target[tile] = torch.where(inside, entry, target[tile])
+            old = maximum[tile]
+            new = torch.maximum(old, bent.amax(1))
+            # A block may be masked from end to end: its maximum is -inf, and exp(-inf - (-inf)) is no number.
+            anchor = torch.where(torch.isneginf(new), 0.0, new)
+            carried = torch.where(old == new, 1.0, torch.exp(old - anchor))
+            bent.sub_(anchor[:, None]).exp_()
+            # The target leaves the sum at its place, not by subtraction.
+            bent.scatter_(1, y, torch.where(inside, 0.0, bent.gather(1, y)[:, 0])[:, None])
+            others[tile] = others[tile] * carried + bent.sum(1)
+            maximum[tile] = new
+    return Statistics(maximum, others, target)
+
+
+def recompute_gradient(
+    vocabulary: Vocabulary, rows: Tensor, targets: Tensor, statistics: Statistics, upstream: Tensor,
+    gradients: Gradients, *, entry: Tensor, d_rows: Tensor | None, mode: Mode | None = None,
+    share: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The gradient of a chunk from its statistics: every block is scored once more.
+
+    upstream [rows] is g_lse; d_rows takes the product with W before g times `lacking`. entry [rows] stands at
+    the target in place of its exponential. `mode` collects the mixture's argmax and entropy on the way, from
+    share [tokens, K] = prior / total.
+    """
+    total = statistics.total
+    factor = upstream * vocabulary.lacking(total)
+    wanted = d_rows is not None or gradients.asked
+    for start, stop in vocabulary.blocks():
+        scores = vocabulary.score(rows, start, stop)
+        for tile in vocabulary.tiles(rows.shape[0]):
+            bent = vocabulary.bend(scores[tile], start, stop, gradient=wanted)
+            bent.value.sub_(statistics.maximum[tile, None]).exp_()
+            if mode is not None and share is not None:
+                tokens = vocabulary.tokens_of(tile)
+                mode.add(tokens, bent.value, share[tokens], start)
+            if wanted:
+                y, inside = local_targets(targets[tile], start, stop)
+                column = torch.where(inside, entry[tile], bent.value.gather(1, y)[:, 0])
+                bent.value.scatter_(1, y, column[:, None])
+                vocabulary.finish(scores[tile], bent, total[tile], upstream[tile], gradients, start, stop)
+        if wanted:
+            vocabulary.add_products(scores, rows, factor, start, gradients, d_rows)
 
 
 @dataclass
-class MixtureForward:
-    """All that one pass over a batch of tokens makes; gradients are those of sum_i weight_i nll_i."""
+class ChunkState:
+    """What the gradients of a chunk need of its losses."""
 
-    nll: Tensor
-    """[N], without weights."""
-    statistics: Statistics | None
-    """[N, K] each, with late weights."""
-    argmax: Tensor | None
-    """[N], -1 for ignored tokens; None where not asked for."""
-    entropy: Tensor | None
-    """[N] nats; None where not asked for."""
-    d_rows: Tensor | None
-    """The gradient of the rows; with late weights Q W without the target's part and the factor."""
-    d_prior: Tensor | None
-    gradients: Gradients
-
-
-def score_and_keep(
-    vocabulary: Vocabulary,
-    chunk: Chunk,
-    scores: Tensor,
-    gradients: Gradients,
-    mode: Mode | None,
-    *,
-    wanted: bool,
-    lacking: bool,
-) -> Statistics:
-    """Of all V scores in the buffer; leaves Q (up to `lacking`) there where `wanted`. `lacking` says that the
-    kernel may leave 1 / total to the factor."""
-    if vocabulary.plan.kernel:
-        return vocabulary.run_kernel(scores, chunk.targets, gradient=wanted, late=chunk.late, lacking=lacking)
-    parts = []
-    for tile in vocabulary.tiles(scores.shape[0]):
-        tokens = slice(tile.start // vocabulary.K, tile.stop // vocabulary.K)
-        bent = vocabulary.bend(scores[tile], 0, vocabulary.V, gradient=wanted)
-        y = chunk.targets[tile, None]
-        maximum = bent.value.amax(1)
-        target = bent.value.gather(1, y)[:, 0]
-        bent.value.sub_(maximum[:, None]).exp_()
-        own = bent.value.gather(1, y)
-        others = bent.value.scatter_(1, y, 0.0).sum(1)
-        statistics = Statistics(maximum, others, target)
-        if mode is not None:
-            share = chunk.log_prior[tokens].exp() / statistics.total.view(-1, vocabulary.K)
-            mode.add(tokens, bent.value.scatter_(1, y, own), share, 0)
-        if wanted:
-            bent.value.scatter_(1, y, chunk.entry(statistics)[:, None])
-            upstream = chunk.upstream(tokens, statistics.nll)
-            finish_tile(
-                vocabulary, scores[tile], bent, statistics.total, upstream, gradients, 0, vocabulary.V
-            )
-        parts.append(statistics)
-    return Statistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def mixture_forward(
-    rows: Tensor,
-    log_prior: Tensor,
-    weight: Tensor,
-    asked: Asked,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    pointwise: Pointwise,
-    *,
-    needs: Needs,
-    late: bool,
-    stats: bool,
-    workspace: int | None,
-    impl: str = "auto",
-    row_skip: float = 0.0,
-    narrow: bool = False,
-) -> MixtureForward:
-    """rows [N, K, D], log_prior [N, K], targets [N] that were asked about; products run in the dtype of rows.
-
-    `late`: the upstream gradient of each token is not known yet. Then only what is linear in it row by row
-    can be made now, which is Q W where all else is frozen; `rows_backward` makes the rest.
-
-    Rows with a posterior share of at most `row_skip` may be left out of the gradient products. None are where
-    that saves nothing: with late factors, with one component, in a captured graph, which cannot count them,
-    and where a cut vocabulary is scored again for all rows to get statistics or the gradient of f's slopes.
-
-    `narrow`: W's gradient may be in bf16 where W is and `NARROW_CHUNKS` products make all of it.
-    """
-    K = rows.shape[1]
-    if late and not needs.rows_alone:
-        needs = Needs()
-    skips = row_skip > 0 and K > 1 and needs.products and not late and not capturing(rows)
-    vocabulary = vocabulary_for(
-        rows, K, weight, bias, pointwise, workspace, impl=impl, stats=stats, skip=skips
-    )
-    work = Pass(
-        vocabulary=vocabulary, needs=needs, late=late, stats=stats, narrow=narrow,
-        row_skip=row_skip if skips and (vocabulary.kept or not (stats or needs.slopes)) else 0.0,
-    )  # fmt: skip
-
-    def run(counted: Counted) -> MixtureForward:
-        return work.run(rows, log_prior, weight, token_weight, counted, asked)
-
-    if not (vocabulary.plan.kernel and asked.all_expected):
-        return run(asked.answer())
-    # As if no token were ignored, before the host has looked: the device need not wait for that.
-    out = run(asked.expected())
-    if asked.answer().positions is None:
-        return out
-    del out, work.out
-    return run(asked.answer())
-
-
-@dataclass(kw_only=True)
-class Scored:
-    """A chunk whose losses are known and whose gradients are to be made."""
-
-    chunk: Chunk
-    statistics: Statistics | None
-    """None where the losses are all that is asked of them."""
-    slot: int
-    """Of the buffer that holds its scores."""
-    share: Tensor | None
-    """[tokens, K], the rows' posterior shares; None where they are 1 or already in Q."""
-    factor: Tensor | None
-    """The same with what a kernel left lacking."""
+    rows: Tensor
+    """[T K, D] in the dtype of the products."""
+    statistics: Statistics
+    Q: Tensor | None
+    """Q up to `lacking` in the buffer; None where the scores must be made again."""
     mode: Mode | None
-    kept: Kept | None
-    """Asked which rows are kept; Q is not made yet. None: all are, or torch finds them."""
-
-    @property
-    def known(self) -> Statistics:
-        assert self.statistics is not None
-        return self.statistics
 
 
-@dataclass(kw_only=True)
-class Pass:
-    """One pass over the tokens, a chunk at a time."""
+class TorchMixture:
+    """The pass over rows [N, K, D] with torch's operations: a `workspace.Work`.
 
-    vocabulary: Vocabulary
-    needs: Needs
-    late: bool
-    stats: bool
-    row_skip: float
-    """0 where no row is skipped."""
-    narrow: bool
-    out: MixtureForward = field(init=False)
+    Gradients are those of sum_i weight_i nll_i, None where not asked for.
+    """
 
-    def run(
-        self,
-        rows: Tensor,
-        log_prior: Tensor,
-        weight: Tensor,
-        token_weight: Tensor | None,
-        counted: Counted,
-        asked: Asked,
-    ) -> MixtureForward:
-        """Over the tokens that count; `out` is made anew."""
-        started = self.started(rows, log_prior, token_weight, counted)
-        # Before anything else, so that a device has something to do.
-        first = next(started, None)
-        asked.fetch()
-        self.out = self.empty_out(rows, weight, counted)
-        waiting: Scored | None = None
-        for chunk, scores in chain(() if first is None else (first,), started):
-            scored = self.score(chunk, scores)
-            if scored.kept is None:
-                self.finish(scored)
-                continue
-            if waiting is not None:
-                self.finish(waiting)
-            waiting = scored
-        if waiting is not None:
-            self.finish(waiting)
-        self.out.gradients = self.out.gradients.trimmed(self.vocabulary.V)
-        return self.out
-
-    def started(
-        self, rows: Tensor, log_prior: Tensor, token_weight: Tensor | None, counted: Counted
-    ) -> Iterator[tuple[Chunk, Tensor | None]]:
-        """Each chunk with its scores in the buffer, where they are kept."""
-        (N, K, D), vocabulary, wide = rows.shape, self.vocabulary, self.vocabulary.wide
-        for number, index in enumerate(pieces(N, counted.positions, vocabulary.plan.tokens)):
-            some = at(rows, index).reshape(-1, D)
-            vocabulary.slot = number % vocabulary.plan.buffers
-            scores = vocabulary.score(some, 0, vocabulary.V) if vocabulary.kept else None
-            targets = at(counted.targets, index)
-            chunk = Chunk(
-                index=index,
-                rows=some,
-                targets=targets if K == 1 else targets[:, None].expand(-1, K).flatten(),
-                log_prior=at(log_prior, index).to(wide),
-                weight=None if token_weight is None else at(token_weight, index).to(wide),
-                late=self.late,
-            )
-            yield chunk, scores
-
-    def empty_out(self, rows: Tensor, weight: Tensor, counted: Counted) -> MixtureForward:
-        (N, K, _), vocabulary, wide = rows.shape, self.vocabulary, self.vocabulary.wide
-        needs, late, plan = self.needs, self.late, self.vocabulary.plan
-        # Where every token goes through the products all is written, and nothing need be zero before.
-        fill = rows.new_empty if counted.positions is None else rows.new_zeros
-        few = plan.kernel and NARROW_CHUNKS * plan.tokens >= N and self.row_skip == 0
-        narrow = self.narrow and few and rows.dtype == weight.dtype == torch.bfloat16
-        return MixtureForward(
-            nll=fill(N, dtype=wide),
-            statistics=Statistics(*(fill(N, K, dtype=wide) for _ in range(3))) if late else None,
-            argmax=rows.new_full((N,), -1, dtype=torch.int64) if self.stats else None,
-            entropy=rows.new_zeros(N, dtype=wide) if self.stats else None,
-            d_rows=(rows.new_zeros if self.row_skip > 0 else fill)(rows.shape) if needs.rows else None,
-            d_prior=fill(N, K, dtype=wide) if needs.prior and not late else None,
-            gradients=empty_gradients(
-                needs, weight, vocabulary.pointwise, wide, vocabulary.entries,
-                unwritten=plan.kernel, weight_dtype=torch.bfloat16 if narrow else wide,
-            ),
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, *, needs: Needs,
+        product: torch.dtype, workspace: int | None, tokens: Tokens, stats: bool = False,
+    ) -> None:  # fmt: skip
+        N, K, D = rows.shape
+        plan = make_plan(
+            N=N, K=K, D=D, V=weight.shape[0], product=product, given=weight.dtype, device=rows.device,
+            tile_buffers=pointwise.tile_buffers, workspace=workspace_of(workspace, rows.device),
         )  # fmt: skip
+        self.rows, self.needs, self.size = rows, needs, plan.tokens
+        self.vocabulary = Vocabulary(weight, bias, pointwise, product=product, plan=plan, K=K)
+        self.sums = zero_gradients(needs, weight, pointwise, self.vocabulary.wide)
+        fill = torch.empty_like if tokens.positions is None else torch.zeros_like
+        self.d_rows = fill(rows, memory_format=torch.contiguous_format) if needs.rows else None
+        self.argmax = rows.new_full((N,), -1, dtype=torch.int64) if stats else None
+        self.entropy = rows.new_zeros(N, dtype=self.vocabulary.wide) if stats else None
+        self._state: ChunkState | None = None
 
-    def score(self, chunk: Chunk, scores: Tensor | None) -> Scored:
-        """Losses, and Q in the buffer unless rows are to be left out of it."""
-        vocabulary, out, skips = self.vocabulary, self.out, self.row_skip > 0
-        kernel = vocabulary.plan.kernel
-        wanted = self.needs.products and not (skips and kernel)
-        mode = Mode(chunk.log_prior.shape[0], chunk.log_prior) if self.stats else None
-        nll = at(out.nll, chunk.index) if chunk.in_place else out.nll.new_empty(chunk.log_prior.shape[0])
-        # fp16 cannot hold Q * total.
-        lacking = kernel and not (skips or self.late) and chunk.rows.dtype != torch.float16
-        statistics: Statistics | None = None
-        share: Tensor | None = None
-        factor: Tensor | None = None
-        if scores is None:
-            statistics = statistics_of(vocabulary, chunk.rows, chunk.targets)
-        elif kernel and vocabulary.K == 1 and not self.late and chunk.weight is None and out.d_prior is None:
-            # A softmax with equal weights: its kernel does all, and its factors are 1.
-            vocabulary.run_kernel_alone(scores, chunk.targets, chunk.log_prior, nll, gradient=wanted)
+    def summed(self) -> Gradients:
+        return self.sums
+
+    def chunk_rows(self, index: slice | Tensor) -> Tensor:
+        return at(self.rows, index).flatten(0, 1).to(self.vocabulary.product)
+
+    def statistics(self, rows: Tensor, targets: Tensor) -> Statistics:
+        return statistics_of(self.vocabulary, rows, targets)
+
+    def losses(self, chunk: Chunk, nll: Tensor) -> Tensor | None:
+        rows = self.chunk_rows(chunk.index)
+        mode = None if self.argmax is None else Mode(chunk.targets.shape[0], chunk.log_prior)
+        Q = None
+        if self.vocabulary.kept:
+            Q = self.vocabulary.score(rows, 0, self.vocabulary.V)
+            statistics = self._over_tiles(chunk, Q, mode)
         else:
-            gradients = replace(out.gradients, bias=None) if skips else out.gradients
-            statistics = score_and_keep(
-                vocabulary, chunk, scores, gradients, mode, wanted=wanted, lacking=lacking
-            )
-        if statistics is not None:
-            share, factor = vocabulary.mix(chunk.log_prior, statistics, nll, lacking=lacking)
-        if not chunk.in_place:
-            out.nll[chunk.index] = nll
-        if out.statistics is not None and statistics is not None:
-            for whole, column in zip(out.statistics, statistics, strict=True):
-                whole[chunk.index] = column.view(chunk.log_prior.shape)
-        return Scored(
-            chunk=chunk, statistics=statistics, slot=vocabulary.slot, share=share, factor=factor, mode=mode,
-            kept=Kept(share, self.row_skip) if kernel and skips and share is not None else None,
-        )  # fmt: skip
+            statistics = statistics_of(self.vocabulary, rows, chunk.row_targets)
+        loss, share = posterior(chunk.log_prior, statistics.nll.view(chunk.log_prior.shape))
+        nll.copy_(loss)
+        self._state = ChunkState(rows, statistics, Q, mode)
+        return share
 
-    def finish(self, scored: Scored) -> None:
-        """The gradients of a chunk."""
-        vocabulary, out, chunk = self.vocabulary, self.out, scored.chunk
-        kernel = vocabulary.plan.kernel
-        upstream: Tensor | None = None
-        factor: Tensor | None = None
-        if scored.share is not None and scored.factor is not None and not (self.late and kernel):
-            upstream, factor = (chunk.weigh(slice(None), each) for each in (scored.share, scored.factor))
-            if not kernel:
-                factor = factor * vocabulary.lacking(scored.known.total)
-        if out.d_prior is not None and upstream is not None:
-            out.d_prior[chunk.index] = upstream.view(chunk.log_prior.shape).neg()
-        kept = None if scored.kept is None else scored.kept.read()
-        if kept is not None and factor is not None:
-            self.finish_kept(scored, factor, kept)
-            return
-        if self.row_skip > 0 and scored.kept is None and scored.share is not None:
-            kept = rows_to_keep(scored.share, self.row_skip, vocabulary.D)
-        some: Index = slice(None) if kept is None else kept
-        used, scale = chunk.rows, factor
-        if kept is not None:
-            used, scale = chunk.rows[kept], None if factor is None else factor[kept]
-        in_place = kept is None and vocabulary.kept and chunk.in_place
-        d_used: Tensor | None = None
-        if out.d_rows is not None:
-            d_used = (
-                at(out.d_rows, chunk.index).view(used.shape)
-                if in_place
-                else vocabulary.gradient_of_rows(used)
-            )
-        if used.shape[0] == 0:
-            pass
-        elif not vocabulary.kept and (self.needs.products or self.stats):
-            assert upstream is not None
-            part = Statistics(*(column[some] for column in scored.known))
+    def _over_tiles(self, chunk: Chunk, scores: Tensor, mode: Mode | None) -> Statistics:
+        """Statistics of all V scores in the buffer; leaves Q up to `lacking` where a gradient is wanted."""
+        vocabulary, targets, wanted = self.vocabulary, chunk.row_targets, self.needs.products
+        parts = []
+        for tile in vocabulary.tiles(scores.shape[0]):
+            tokens = vocabulary.tokens_of(tile)
+            bent = vocabulary.bend(scores[tile], 0, vocabulary.V, gradient=wanted)
+            y = targets[tile, None]
+            maximum = bent.value.amax(1)
+            target = bent.value.gather(1, y)[:, 0]
+            bent.value.sub_(maximum[:, None]).exp_()
+            own = bent.value.gather(1, y)
+            others = bent.value.scatter_(1, y, 0.0).sum(1)
+            statistics = Statistics(maximum, others, target)
+            prior = chunk.log_prior[tokens]
+            if mode is not None:
+                share = prior.exp() / statistics.total.view(prior.shape)
+                mode.add(tokens, bent.value.scatter_(1, y, own), share, 0)
+            if wanted:
+                bent.value.scatter_(1, y, statistics.deficit[:, None])
+                _, share = posterior(prior, statistics.nll.view(prior.shape))
+                vocabulary.finish(
+                    scores[tile], bent, statistics.total, chunk.upstream(share, tokens), self.sums,
+                    0, vocabulary.V,
+                )  # fmt: skip
+            parts.append(statistics)
+        return Statistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def gradients(self, chunk: Chunk, upstream: Tensor | None) -> None:
+        assert self._state is not None
+        assert upstream is not None
+        state, self._state, vocabulary = self._state, None, self.vocabulary
+        d_rows = vocabulary.row_gradient(chunk.rows, state.rows) if self.d_rows is not None else None
+        statistics = state.statistics
+        factor = upstream * vocabulary.lacking(statistics.total)
+        if state.Q is not None:
+            if self.needs.products:
+                vocabulary.add_products(state.Q, state.rows, factor, 0, self.sums, d_rows)
+        elif self.needs.products or state.mode is not None:
+            share = chunk.log_prior.exp() / statistics.total.view(chunk.log_prior.shape)
             recompute_gradient(
-                vocabulary, used, chunk.targets[some], part, upstream[some], out.gradients,
-                entry=chunk.entry(part), d_rows=d_used, mode=scored.mode,
-                share=chunk.log_prior.exp() / scored.known.total.view(chunk.log_prior.shape),
+                vocabulary, state.rows, chunk.row_targets, statistics, upstream, self.sums,
+                entry=statistics.deficit, d_rows=d_rows, mode=state.mode, share=share,
             )  # fmt: skip
-        elif self.needs.products:
-            if scored.kept is not None:
-                vocabulary.finish_kernel(chunk.targets, scored.known, scored.slot)
-            scores = vocabulary.kept_scores(chunk.rows.shape[0], scored.slot)
-            if kept is not None:
-                scores = compact(scores, kept, vocabulary.plan.copy_rows)
-            if kernel or self.row_skip > 0:
-                add_bias(out.gradients, scores, scale)
-            add_products(vocabulary, scores, used, scale, 0, vocabulary.V, out.gradients, d_used)
-        if scored.mode is not None and out.argmax is not None and out.entropy is not None:
-            out.argmax[chunk.index], out.entropy[chunk.index] = scored.mode.argmax, scored.mode.entropy
-        if out.d_rows is not None and d_used is not None:
-            if scale is not None:
-                scale_rows(d_used, scale, out=d_used)
-            if kept is not None:
-                out.d_rows[rows_at(chunk, kept)] = d_used.to(out.d_rows.dtype)
-            elif not in_place:
-                out.d_rows[chunk.index] = d_used.view(*chunk.log_prior.shape, -1).to(out.d_rows.dtype)
+        if state.mode is not None and self.argmax is not None and self.entropy is not None:
+            self.argmax[chunk.index], self.entropy[chunk.index] = state.mode.argmax, state.mode.entropy
+        if self.d_rows is not None and d_rows is not None:
+            scale(d_rows, factor, out=d_rows)
+            self.d_rows[chunk.index] = d_rows.view(*chunk.log_prior.shape, -1).to(self.d_rows.dtype)
 
-    def finish_kept(self, scored: Scored, factor: Tensor, kept: Tensor) -> None:
-        """The same with kernels for the rows `kept`: their Q is made beside the buffer, some rows at a
-        time."""
-        from fullrank.ops import row_kernels
+    def late_gradients(
+        self, rows: Tensor, targets: Tensor, statistics: Statistics, upstream: Tensor,
+        d_rows: Tensor | None,
+    ) -> None:  # fmt: skip
+        """The gradients of some rows but for the target's own part, for an upstream gradient of their
+        normalisers [rows] that only the backward pass knows."""
+        recompute_gradient(
+            self.vocabulary, rows, targets, statistics, upstream, self.sums,
+            entry=torch.zeros_like(statistics.others), d_rows=d_rows,
+        )  # fmt: skip
+        if d_rows is not None:
+            d_rows.mul_((upstream * self.vocabulary.lacking(statistics.total))[:, None])
 
-        vocabulary, out, chunk = self.vocabulary, self.out, scored.chunk
-        step, gradients = vocabulary.plan.copy_rows, out.gradients
-        rows = chunk.rows.contiguous()
-        room = rows.new_empty(min(step, kept.shape[0]), vocabulary.plan.stride)
-        d_kept = rows.new_empty(kept.shape[0], rows.shape[1]) if out.d_rows is not None else None
-        for start in range(0, kept.shape[0], step):
-            some = kept[start : start + step]
-            scores = vocabulary.finish_kernel(
-                chunk.targets, scored.known, scored.slot, kept=some, out=room[: some.shape[0]]
+    def row_gradient(self, rows: Tensor) -> Tensor:
+        return self.vocabulary.row_gradient(rows.shape[0], rows)
+
+
+def mixture_pass(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, *, needs: Needs,
+    product: torch.dtype, workspace: int | None, tokens: Tokens, impl: str, stats: bool = False,
+    narrow: bool = False,
+) -> Any:  # fmt: skip
+    """Rows [N, K, D] against W in the hands of torch, or of the kernels where they serve."""
+    arguments: dict[str, Any] = {"needs": needs, "product": product, "tokens": tokens}
+    if impl == "triton" or (impl == "auto" and rows.is_cuda):
+        from fullrank.ops import triton_base
+
+        obstacle = triton_base.obstacle(rows.device, product, pointwise)
+        if obstacle is None and stats:
+            obstacle = "it makes no argmax and no entropy for return_stats=True"
+        if triton_base.refuse_or_say(impl, obstacle, quiet=stats):
+            from fullrank.ops.mixture import fused
+
+            bytes_ = workspace_of(workspace, rows.device)
+            N, K, D = rows.shape
+            size = fused.chunk_tokens(N=N, K=K, D=D, V=weight.shape[0], product=product, workspace=bytes_)
+            small = (
+                f"a workspace of {bytes_} bytes does not hold all V={weight.shape[0]} scores of enough rows"
             )
-            if gradients.bias is not None:
-                add_bias(gradients, scores, factor[some])
-            if d_kept is not None:
-                torch.mm(scores, vocabulary.weight, out=d_kept[start : start + step])
-            if gradients.weight is not None:
-                add_rows(vocabulary, scores, row_kernels.gather_rows(rows, factor, some), gradients)
-        if out.d_rows is not None and d_kept is not None:
-            if chunk.in_place:
-                place = out.d_rows[chunk.index].view(rows.shape)
-                row_kernels.scatter_rows(d_kept, factor, kept, place)
-            else:
-                out.d_rows[rows_at(chunk, kept)] = scale_rows(d_kept, factor[kept], out=d_kept)
+            if triton_base.refuse_or_say(impl, None if size else small):
+                return fused.KernelMixture(
+                    rows, weight, bias, pointwise, workspace=bytes_, size=size, narrow=narrow, **arguments
+                )
+    return TorchMixture(rows, weight, bias, pointwise, workspace=workspace, stats=stats, **arguments)

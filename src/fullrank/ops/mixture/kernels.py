@@ -1,7 +1,7 @@
-"""The elementwise part of a kept chunk as one CUDA kernel: the scores are read once and written once.
+"""The kernels between the products of the mixture's pass: scores are read once and written once.
 
 One program a row goes over the row's V scores twice; the second time they come from the cache. With the
-notation of `statistics.py` and `tiles.py`, first
+notation of `reduce.py` and `chunked.py`, first
 
     maximum = max_v a_v,   others = S = sum_{v != y} exp(a_v - maximum),   target = a_y
 
@@ -10,9 +10,11 @@ as a running maximum and a running sum, one pair a lane, merged at the end; then
     Q_v = f'(z_v) exp(a_v - maximum) / total,   Q_y = -f'(z_y) S / total,   total = S + exp(a_y - maximum)
 
 in the dtype of the product. Where a row has a factor to be multiplied by anyway, Q is left without 1 / total
-(`raise_rows`): then the first time is for the maximum alone, and every entry costs one exponential. All
-arithmetic is fp32. A lane takes 16 bytes at a time, which needs rows that start at a multiple of 16 bytes:
-the buffer's rows are padded to `stride`, and what lies between V and the stride is the kernel's to overwrite.
+(RAISED): then the first time is for the maximum alone, and every entry costs one exponential. A softmax whose
+tokens weigh 1 has no factor, and its kernel makes the losses as well (ALONE). All arithmetic is fp32.
+
+A lane takes 16 bytes at a time, which needs rows that start at a multiple of 16 bytes: the buffer's rows are
+padded to a stride, and what lies between V and the stride is the kernel's to overwrite.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fullrank.ops.pointwise import Pointwise
-from fullrank.ops.statistics import Statistics
+from fullrank.ops.reduce import Statistics
 from fullrank.ops.triton_base import KINDS, jit, on_device, power, properties, take, tl, triton
 
 # Bytes that a lane takes at a time; lanes of a program, which takes a row; programs for a multiprocessor.
@@ -34,7 +36,7 @@ PROGRAMS = 8
 
 @jit
 def target_of(targets, row, V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Inside the vocabulary whatever it is: the host may find out later that it is not."""
+    """Inside the vocabulary whatever it is: while a graph is captured nobody can check."""
     return tl.minimum(tl.maximum(tl.load(targets + row), 0), V - 1).to(tl.int32)
 
 
@@ -62,26 +64,10 @@ def row_loss(top, rest, own):  # type: ignore[no-untyped-def]
 
 @jit
 def write_gradient(  # type: ignore[no-untyped-def]
-    line,
-    place,
-    bias,
-    y,
-    top,
-    rest,
-    own,
-    own_slope,
-    factor,
-    constant,
-    V: tl.constexpr,
-    stride: tl.constexpr,
-    KIND: tl.constexpr,
-    BIASED: tl.constexpr,
-    LATE: tl.constexpr,
-    LANES: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Q of a row times a factor from its scores at `line` and its statistics, to `place`, which may be the
-    same."""
+    line, bias, y, top, rest, own, own_slope, factor, constant, V: tl.constexpr, stride: tl.constexpr,
+    KIND: tl.constexpr, BIASED: tl.constexpr, LATE: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Q of a row times a factor in place of its scores at `line`."""
     BLOCK: tl.constexpr = LANES * GROUP
     FULL: tl.constexpr = V // BLOCK * BLOCK
     within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -101,41 +87,47 @@ def write_gradient(  # type: ignore[no-untyped-def]
         gradient = power(value - anchor) * inverse
         if KIND != 0:
             gradient *= slope
-        tl.store(place + column, gradient.to(place.dtype.element_ty))
+        tl.store(line + column, gradient.to(line.dtype.element_ty))
     if stride > FULL:
         column = FULL + within
         value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
         gradient = power(value - anchor) * inverse
         if KIND != 0:
             gradient *= slope
-        tl.store(place + column, gradient.to(place.dtype.element_ty), mask=column < stride)
+        tl.store(line + column, gradient.to(line.dtype.element_ty), mask=column < stride)
     # What stands at the target's column now is wrong: its own entry comes last.
     tl.debug_barrier()
-    tl.store(place + y, entry)
+    tl.store(line + y, entry)
+
+
+@jit
+def raise_block(  # type: ignore[no-untyped-def]
+    line, bias, column, y, anchor, sums, constant, V: tl.constexpr, stride: tl.constexpr,
+    KIND: tl.constexpr, BIASED: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """A block of scores becomes f' exp(a - anchor), which without f' joins the sum of each lane."""
+    value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, TAIL)
+    raised = power(value - anchor)
+    if KIND == 2:
+        raised = tl.where(column == y, 0.0, raised)
+    sums += tl.sum(raised, axis=1)
+    if KIND != 0:
+        raised *= slope
+    if TAIL:
+        tl.store(line + column, raised.to(line.dtype.element_ty), mask=column < stride)
+    else:
+        tl.store(line + column, raised.to(line.dtype.element_ty))
+    return sums
 
 
 @jit
 def score_rows_kernel(  # type: ignore[no-untyped-def]
-    scores,
-    bias,
-    targets,
-    first,
-    second,
-    third,
-    constant,
-    rows,
-    V: tl.constexpr,
-    stride: tl.constexpr,
-    KIND: tl.constexpr,
-    BIASED: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    LATE: tl.constexpr,
-    ALONE: tl.constexpr,
-    LANES: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    scores, bias, targets, first, second, third, constant, rows, V: tl.constexpr, stride: tl.constexpr,
+    KIND: tl.constexpr, BIASED: tl.constexpr, GRADIENT: tl.constexpr, RAISED: tl.constexpr,
+    LATE: tl.constexpr, ALONE: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """`first` to `third` are the places of the statistics; where ALONE, the log prior and the place of the
-    loss, and one that is not used."""
+    loss, and one that is not used. LATE leaves 0 at the target."""
     BLOCK: tl.constexpr = LANES * GROUP
     FULL: tl.constexpr = V // BLOCK * BLOCK
     # A soft cap would lift the -inf that hides the target.
@@ -158,16 +150,34 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, FULL, BLOCK):
             column = start + within
             value, _slope = take(line, bias, column, V, stride, constant, KIND, BIASED, False)
-            peaks, sums = join(value, peaks, sums, column, y, HIDDEN)
+            if RAISED:
+                peaks = tl.maximum(peaks, tl.max(value, axis=1))
+            else:
+                peaks, sums = join(value, peaks, sums, column, y, HIDDEN)
         if V > FULL:
             column = FULL + within
             value, _slope = take(line, bias, column, V, stride, constant, KIND, BIASED, True)
-            peaks, sums = join(value, peaks, sums, column, y, HIDDEN)
-        highest = tl.max(peaks, axis=0)
+            if RAISED:
+                peaks = tl.maximum(peaks, tl.max(value, axis=1))
+            else:
+                peaks, sums = join(value, peaks, sums, column, y, HIDDEN)
         # Over all entries, where the target was hidden as well.
-        top = tl.maximum(highest, own)
+        top = tl.maximum(tl.max(peaks, axis=0), own)
         anchor = tl.where(top == float("-inf"), 0.0, top)
-        rest = tl.sum(sums * tl.exp(peaks - anchor), axis=0)
+        if RAISED:
+            # A soft cap's target was not hidden: every lane has read it before it is overwritten.
+            tl.debug_barrier()
+            for start in range(0, FULL, BLOCK):
+                sums = raise_block(
+                    line, bias, start + within, y, anchor, sums, constant, V, stride, KIND, BIASED, False
+                )
+            if stride > FULL:
+                sums = raise_block(
+                    line, bias, FULL + within, y, anchor, sums, constant, V, stride, KIND, BIASED, True
+                )
+            rest = tl.sum(sums, axis=0)
+        else:
+            rest = tl.sum(sums * tl.exp(peaks - anchor), axis=0)
         factor = 1.0
         if ALONE:
             loss = row_loss(top, rest, own) - tl.load(first + row)
@@ -178,188 +188,87 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
             tl.store(first + row, top)
             tl.store(second + row, rest)
             tl.store(third + row, own)
-        if GRADIENT:
+        if RAISED:
+            # A masked target is no score of the row: nothing falls on it.
+            entry = tl.where(own == float("-inf"), 0.0, -rest)
+            if KIND != 0:
+                entry *= own_slope
+            # What stands at the target's column now is wrong: its own entry comes last.
+            tl.debug_barrier()
+            tl.store(line + y, entry)
+        elif GRADIENT:
             write_gradient(
-                line, line, bias, y, top, rest, own, own_slope, factor, constant,
+                line, bias, y, top, rest, own, own_slope, factor, constant,
                 V, stride, KIND, BIASED, LATE, LANES, GROUP,
             )  # fmt: skip
         row += tl.num_programs(0)
 
 
 @jit
-def raise_block(  # type: ignore[no-untyped-def]
-    line,
-    bias,
-    column,
-    y,
-    anchor,
-    sums,
-    constant,
-    V: tl.constexpr,
-    stride: tl.constexpr,
-    KIND: tl.constexpr,
-    BIASED: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """A block of scores becomes f' exp(a - anchor), which without f' joins the sum of each lane."""
-    value, slope = take(line, bias, column, V, stride, constant, KIND, BIASED, TAIL)
-    raised = power(value - anchor)
-    if KIND == 2:
-        raised = tl.where(column == y, 0.0, raised)
-    sums += tl.sum(raised, axis=1)
-    if KIND != 0:
-        raised *= slope
-    if TAIL:
-        tl.store(line + column, raised.to(line.dtype.element_ty), mask=column < stride)
-    else:
-        tl.store(line + column, raised.to(line.dtype.element_ty))
-    return sums
+def mix_rows_kernel(  # type: ignore[no-untyped-def]
+    maximum, others, target, log_prior, nll, share, lacking, tokens, K, COMPONENTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    k = tl.arange(0, COMPONENTS)
+    here = (token < tokens)[:, None] & (k < K)[None, :]
+    at = token[:, None] * K + k[None, :]
+    top = tl.load(maximum + at, mask=here, other=0.0)
+    rest = tl.load(others + at, mask=here, other=1.0)
+    own = tl.load(target + at, mask=here, other=0.0)
+    prior = tl.load(log_prior + at, mask=here, other=float("-inf"))
+    joint = prior - row_loss(top, rest, own)
+    peak = tl.max(joint, axis=1)
+    anchor = tl.where(peak == float("-inf"), 0.0, peak)
+    parts = tl.exp(joint - anchor[:, None])
+    total = tl.sum(parts, axis=1)
+    tl.store(nll + token, -(anchor + tl.log(total)), mask=token < tokens)
+    # A token that no component can emit has no posterior: its shares are 0.
+    parts = tl.where(peak[:, None] == float("-inf"), 0.0, parts / total[:, None])
+    tl.store(share + at, parts, mask=here)
+    whole = rest + tl.exp(tl.where(own == float("-inf"), own, own - top))
+    tl.store(lacking + at, 1.0 / tl.where(whole == 0.0, 1.0, whole), mask=here)
 
 
-@jit
-def raise_rows_kernel(  # type: ignore[no-untyped-def]
-    scores,
-    bias,
-    targets,
-    maximum,
-    others,
-    target,
-    constant,
-    rows,
-    V: tl.constexpr,
-    stride: tl.constexpr,
-    KIND: tl.constexpr,
-    BIASED: tl.constexpr,
-    LANES: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    BLOCK: tl.constexpr = LANES * GROUP
-    FULL: tl.constexpr = V // BLOCK * BLOCK
-    within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    row = tl.program_id(0)
-    while row < rows:
-        line = scores + row.to(tl.int64) * stride
-        y = target_of(targets, row, V)
-        own, own_slope = take(line, bias, y, V, stride, constant, KIND, BIASED, True)
-        tl.debug_barrier()
-        if KIND != 2:
-            tl.store(line + y, float("-inf"))
-            tl.debug_barrier()
-        peaks = tl.full([LANES], float("-inf"), tl.float32)
-        for start in range(0, FULL, BLOCK):
-            value, _slope = take(line, bias, start + within, V, stride, constant, KIND, BIASED, False)
-            peaks = tl.maximum(peaks, tl.max(value, axis=1))
-        if V > FULL:
-            value, _slope = take(line, bias, FULL + within, V, stride, constant, KIND, BIASED, True)
-            peaks = tl.maximum(peaks, tl.max(value, axis=1))
-        top = tl.maximum(tl.max(peaks, axis=0), own)
-        anchor = tl.where(top == float("-inf"), 0.0, top)
-        sums = tl.zeros([LANES], tl.float32)
-        for start in range(0, FULL, BLOCK):
-            sums = raise_block(
-                line, bias, start + within, y, anchor, sums, constant, V, stride, KIND, BIASED, False
-            )
-        if stride > FULL:
-            sums = raise_block(
-                line, bias, FULL + within, y, anchor, sums, constant, V, stride, KIND, BIASED, True
-            )
-        rest = tl.sum(sums, axis=0)
-        tl.store(maximum + row, top)
-        tl.store(others + row, rest)
-        tl.store(target + row, own)
-        entry = tl.where(own == float("-inf"), 0.0, -rest)
-        if KIND != 0:
-            entry *= own_slope
-        # What stands at the target's column now is wrong: its own entry comes last.
-        tl.debug_barrier()
-        tl.store(line + y, entry)
-        row += tl.num_programs(0)
-
-
-def raise_rows(scores: Tensor, bias: Tensor | None, targets: Tensor, pointwise: Pointwise) -> Statistics:
-    """Statistics of scores [R, V], which become Q * total, in place: as `score_rows` with `gradient`, but
-    with one exponential an entry. Not for fp16, which cannot hold what stands at the target."""
-    rows, V = scores.shape
-    out = Statistics(*(scores.new_empty(rows, dtype=torch.float32) for _ in range(3)))
-    if rows:
-        lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=True)
-        with on_device(scores):
-            raise_rows_kernel[(programs(rows, scores.device),)](
-                scores, scores if bias is None else bias, targets.contiguous(), *out, pointwise.constant,
-                rows, V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind], BIASED=bias is not None,
-                LANES=lanes, GROUP=group, num_warps=warps,
+def mix_rows(statistics: Statistics, log_prior: Tensor, nll: Tensor) -> tuple[Tensor, Tensor]:
+    """`reduce.posterior` of rows [tokens * K]: losses into nll [tokens]; shares [tokens, K] and 1 / total."""
+    tokens, K = log_prior.shape
+    share, lacking = (torch.empty_like(log_prior, memory_format=torch.contiguous_format) for _ in range(2))
+    if tokens:
+        components = triton.next_power_of_2(K)
+        block = max(1, 1024 // components)
+        with on_device(log_prior):
+            mix_rows_kernel[(-(-tokens // block),)](
+                *statistics, log_prior.contiguous(), nll, share, lacking, tokens, K,
+                COMPONENTS=components, TOKENS=block, num_warps=4,
             )  # fmt: skip
-    return out
+    return share, lacking
 
 
-@jit
-def gradient_rows_kernel(  # type: ignore[no-untyped-def]
-    scores,
-    out,
-    kept,
-    bias,
-    targets,
-    maximum,
-    others,
-    target,
-    constant,
-    rows,
-    V: tl.constexpr,
-    stride: tl.constexpr,
-    KIND: tl.constexpr,
-    BIASED: tl.constexpr,
-    SOME: tl.constexpr,
-    LANES: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    number = tl.program_id(0).to(tl.int64)
-    row = number
-    if SOME:
-        row = tl.load(kept + number)
-    line = scores + row * stride
-    y = target_of(targets, row, V)
-    _own, own_slope = take(line, bias, y, V, stride, constant, KIND, BIASED, True)
-    # Every lane has read the target's score before it is overwritten.
-    tl.debug_barrier()
-    write_gradient(
-        line, out + number * stride, bias, y, tl.load(maximum + row), tl.load(others + row),
-        tl.load(target + row), own_slope, 1.0, constant, V, stride, KIND, BIASED, False, LANES, GROUP,
-    )  # fmt: skip
+def score_rows(
+    scores: Tensor, bias: Tensor | None, targets: Tensor, pointwise: Pointwise, *,
+    places: Statistics | tuple[Tensor, Tensor], gradient: bool = False, raised: bool = False,
+    late: bool = False,
+) -> None:  # fmt: skip
+    """Statistics of scores [R, V] into `places`, or, where these are log prior and nll [R], losses of rows
+    that are tokens by themselves. With `gradient` the scores become Q, in place; `raised` leaves Q * total,
+    not for fp16, which cannot hold what stands at the target; `late` leaves 0 at the target.
 
-
-def gradient_rows(
-    scores: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    pointwise: Pointwise,
-    statistics: Statistics,
-    *,
-    kept: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Q of rows whose statistics are known: of all, in place, or of the rows `kept` into out [kept, stride].
-
-    scores, bias and targets as in `score_rows`.
+    scores may have padded rows, whose padding is overwritten; bias is fp32, as long as the stride and -inf
+    beyond V.
     """
-    rows, V = (scores.shape[0] if kept is None else kept.shape[0]), scores.shape[1]
-    place = scores if out is None else out
-    if rows:
-        lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=False)
-        with on_device(scores):
-            gradient_rows_kernel[(rows,)](
-                scores, place, targets if kept is None else kept, scores if bias is None else bias,
-                targets.contiguous(), *statistics, pointwise.constant, rows,
-                V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind], BIASED=bias is not None,
-                SOME=kept is not None, LANES=lanes, GROUP=group, num_warps=warps,
-            )  # fmt: skip
-    return place
-
-
-def launch_sizes(V: int, itemsize: int, *, gradient: bool) -> tuple[int, int, int]:
-    """Lanes, scores that a lane takes at a time, and warps."""
-    group = GROUP_BYTES // itemsize
+    rows, V = scores.shape
+    if rows == 0:
+        return
+    group = GROUP_BYTES // scores.itemsize
     lanes = max(32, min(LANES[gradient], triton.next_power_of_2(-(-V // group))))
-    return lanes, group, lanes // 32
+    with on_device(scores):
+        score_rows_kernel[(programs(rows, scores.device) if gradient else rows,)](
+            scores, scores if bias is None else bias, targets.contiguous(), *places[:2], places[-1],
+            pointwise.constant, rows, V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind],
+            BIASED=bias is not None, GRADIENT=gradient, RAISED=raised, LATE=late,
+            ALONE=not isinstance(places, Statistics), LANES=lanes, GROUP=group, num_warps=lanes // 32,
+        )  # fmt: skip
 
 
 def programs(rows: int, device: torch.device) -> int:
@@ -367,62 +276,3 @@ def programs(rows: int, device: torch.device) -> int:
     if device.type != "cuda":
         return min(rows, 2)
     return min(rows, PROGRAMS * int(properties(device).multi_processor_count))
-
-
-def score_rows(
-    scores: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    pointwise: Pointwise,
-    *,
-    gradient: bool,
-    late: bool = False,
-) -> Statistics:
-    """Statistics of scores [R, V]; with `gradient` the scores become Q, in place.
-
-    scores may have padded rows, whose padding is overwritten; bias is fp32, as long as the stride and -inf
-    beyond V. `late` leaves 0 at the target.
-    """
-    out = Statistics(*(scores.new_empty(scores.shape[0], dtype=torch.float32) for _ in range(3)))
-    launch_scores(scores, bias, targets, pointwise, out, gradient=gradient, late=late)
-    return out
-
-
-def score_tokens(
-    scores: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    pointwise: Pointwise,
-    log_prior: Tensor,
-    nll: Tensor,
-    *,
-    gradient: bool,
-) -> None:
-    """The same for rows that are tokens by themselves: their losses into nll [R], with log_prior [R] in fp32,
-    and no statistics; Q is 0 where a loss is infinite."""
-    launch_scores(scores, bias, targets, pointwise, (log_prior.contiguous(), nll), gradient=gradient)
-
-
-def launch_scores(
-    scores: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    pointwise: Pointwise,
-    places: Statistics | tuple[Tensor, Tensor],
-    *,
-    gradient: bool,
-    late: bool = False,
-) -> None:
-    """places are for the statistics, or the log prior and the place of the losses."""
-    rows, V = scores.shape
-    if rows == 0:
-        return
-    alone = not isinstance(places, Statistics)
-    lanes, group, warps = launch_sizes(V, scores.itemsize, gradient=gradient)
-    with on_device(scores):
-        score_rows_kernel[(programs(rows, scores.device) if gradient else rows,)](
-            scores, scores if bias is None else bias, targets.contiguous(), *places[:2], places[-1],
-            pointwise.constant, rows, V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind],
-            BIASED=bias is not None, GRADIENT=gradient, LATE=late, ALONE=alone, LANES=lanes,
-            GROUP=group, num_warps=warps,
-        )  # fmt: skip

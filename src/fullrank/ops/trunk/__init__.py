@@ -1,0 +1,1 @@
+"""The loss of a mixture whose rows share a trunk: definition, chunks, kernels, operator."""

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fullrank.ops.scaling import scale_rows
-from fullrank.ops.statistics import Statistics
-from fullrank.ops.triton_base import interpreted, jit, on_device, properties, tl, triton
+from fullrank.ops.products import scale
+from fullrank.ops.reduce import Statistics
+from fullrank.ops.triton_base import jit, on_device, properties, tl, triton
+from fullrank.ops.trunk.chunked import normaliser_and_entry
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST = 128
@@ -41,21 +42,6 @@ class Blocks(NamedTuple):
     """What a thread may have: with fewer, more programs share a multiprocessor."""
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, private: int) -> str | None:
-    """Why the kernels cannot serve, or None where they can."""
-    if triton is None:
-        return "Triton is not installed"
-    if device.type != "cuda" and not interpreted():
-        return f"the rows are on {device}, expected CUDA"
-    if dtype not in DTYPES:
-        return f"the products run in {dtype}, expected bfloat16 or float16"
-    if private > WIDEST:
-        return f"private parts are {private} wide, expected at most {WIDEST}"
-    if device.type == "cuda" and properties(device).major < 8:
-        return f"{properties(device).name} is older than compute capability 8.0"
-    return None
-
-
 # By the padded width of the private parts; entries divide the stride.
 STRIDE = 128
 ROWS = {64: Blocks(64, 64, 4, 3, 128), 128: Blocks(64, 128, 4, 3)}
@@ -64,6 +50,8 @@ VOCABULARY = {64: Blocks(32, 64, 4, 4, 168), 128: Blocks(64, 64, 4, 3)}
 
 # Rows that a program finishes.
 FINISHED = 16
+# A sum over V of exponentials up to which none of them has left the dtype of the products.
+MOST = {torch.bfloat16: 1e30, torch.float16: 3e4}
 
 
 def parts_of(programs: int, steps: int, cut: Blocks, device: torch.device) -> int:
@@ -97,15 +85,9 @@ def in_registers(x, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def highest_scores(  # type: ignore[no-untyped-def]
-    p,
-    z_places,
-    w_places,
-    inside,
-    stop: tl.constexpr,
-    r: tl.constexpr,
-    TOKENS: tl.constexpr,
+    p, z_places, w_places, inside, stop: tl.constexpr, r: tl.constexpr, TOKENS: tl.constexpr,
     ENTRIES: tl.constexpr,
-):
+):  # fmt: skip
     """The maximum of s over the first entries."""
     peaks = tl.full([TOKENS], float("-inf"), tl.float32)
     for start in range(0, stop, ENTRIES):
@@ -117,19 +99,9 @@ def highest_scores(  # type: ignore[no-untyped-def]
 
 @jit
 def sum_scores(  # type: ignore[no-untyped-def]
-    p,
-    z_places,
-    w_places,
-    inside,
-    anchor,
-    log2e,
-    r: tl.constexpr,
-    stop: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
+    p, z_places, w_places, inside, anchor, log2e, r: tl.constexpr, stop: tl.constexpr,
+    GRADIENT: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
     """sum_v exp(s_v - anchor) over the first entries and, with GRADIENT, sum_v exp(s_v - anchor) w_v."""
     sums = tl.zeros([TOKENS], tl.float32)
     total = tl.zeros([TOKENS, WIDTH], tl.float32)
@@ -149,23 +121,10 @@ def sum_scores(  # type: ignore[no-untyped-def]
 
 @jit
 def rows_kernel(  # type: ignore[no-untyped-def]
-    trunk,
-    private,
-    weight,
-    anchors,
-    sums_out,
-    totals,
-    tokens,
-    log2e,
-    r: tl.constexpr,
-    K: tl.constexpr,
-    stride: tl.constexpr,
-    PARTS: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
+    trunk, private, weight, anchors, sums_out, totals, tokens, log2e, r: tl.constexpr, K: tl.constexpr,
+    stride: tl.constexpr, PARTS: tl.constexpr, GRADIENT: tl.constexpr, MOST: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
     LENGTH: tl.constexpr = stride // PARTS
     k = tl.program_id(0) % K
     part = tl.program_id(0) // K % PARTS
@@ -190,7 +149,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
         sums, total = sum_scores(
             p, z_places, w_places, inside, anchor, log2e, r, LENGTH, GRADIENT, WIDTH, TOKENS, ENTRIES
         )
-        failed = (tl.max(sums, axis=0) > 1e30) | (tl.min(peaks, axis=0) == float("-inf"))
+        failed = (tl.max(sums, axis=0) > MOST) | (tl.min(peaks, axis=0) == float("-inf"))
         turns = tl.where(failed, turns - 1, 0)
         if turns > 0:
             peaks = highest_scores(p, z_places, w_places, inside, LENGTH, r, TOKENS, ENTRIES)
@@ -204,25 +163,10 @@ def rows_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def finish_kernel(  # type: ignore[no-untyped-def]
-    private,
-    weight,
-    targets,
-    at_target,
-    anchors,
-    sums,
-    totals,
-    maximum,
-    others,
-    target,
-    product,
-    rows,
-    r: tl.constexpr,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    private, weight, targets, at_target, anchors, sums, totals, maximum, others, target, product, rows,
+    r: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, GRADIENT: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
     row = tl.where(here, row, 0)
@@ -266,23 +210,10 @@ def finish_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def vocabulary_kernel(  # type: ignore[no-untyped-def]
-    trunk,
-    private,
-    weight,
-    shift,
-    d_weight,
-    tokens,
-    room,
-    d_stride,
-    log2e,
-    r: tl.constexpr,
-    K: tl.constexpr,
-    stride: tl.constexpr,
-    NEEDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
+    trunk, private, weight, shift, sign, d_weight, tokens, room, d_stride, log2e, r: tl.constexpr,
+    K: tl.constexpr, stride: tl.constexpr, NEEDED: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     d = tl.arange(0, WIDTH)
     inside = (d < r)[None, :]
@@ -308,7 +239,11 @@ def vocabulary_kernel(  # type: ignore[no-untyped-def]
             q = tl.exp2(s * log2e - anchor[None, :])
             total += q
             if NEEDED:
+                if SIGNED:
+                    p = (p * tl.load(sign + m)[:, None]).to(p.dtype)
                 total_w = tl.dot(q.to(p.dtype), p, total_w)
+        if SIGNED:
+            total *= tl.load(sign + m)[None, :]
         places = trunk + m.to(tl.int64)[None, :] * stride + column[:, None]
         tl.store(places, total.to(trunk.dtype.element_ty), mask=(m < tokens)[None, :])
         first += TOKENS
@@ -317,7 +252,7 @@ def vocabulary_kernel(  # type: ignore[no-untyped-def]
         tl.store(places, tl.load(places, mask=inside, other=0.0) + total_w, mask=inside)
 
 
-class Scores:
+class KernelComponents:
     """What the kernels read. Built from the trunk's scores as they are, which it changes.
 
     The target's score is hidden behind -inf, as is what lies beyond V: so no kernel asks which entry it has
@@ -325,19 +260,14 @@ class Scores:
     """
 
     def __init__(
-        self,
-        trunk: Tensor,
-        private: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        V: int,
-        d_private: Tensor | None,
-    ) -> None:
+        self, trunk: Tensor, private: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, V: int,
+        d_private: Tensor | None, *, signed: bool,
+    ) -> None:  # fmt: skip
         """trunk [T, stride] (z), private [T, K, r], weight [stride, r] with 0 beyond V, bias [stride] fp32
-        with -inf beyond V, targets [T]; d_private [T, K, r] takes the private parts' gradient."""
-        self.trunk, self.private, self.weight, self.targets = trunk, private, weight, targets
-        self.d_private = d_private
+        with -inf beyond V, targets [T]; d_private [T, K, r] takes the private parts' gradient. `signed`:
+        factors may be negative, all of a token alike."""
+        self.trunk, self.private, self.weight, self.targets = trunk, private, weight, targets.contiguous()
+        self.d_private, self.signed = d_private, signed
         if bias is not None:
             trunk += bias
         elif trunk.shape[1] > V:
@@ -368,9 +298,10 @@ class Scores:
         parts = parts_of(programs, stride // cut.entries, cut, self.trunk.device)
         sums = empty(parts, tokens, K), empty(parts, tokens, K), empty(parts, tokens, K, r if gradient else 0)
         options = self.constants(cut) | {"PARTS": parts, "GRADIENT": gradient}
+        most = MOST[self.private.dtype]
         with on_device(self.trunk):
             rows_kernel[(programs * parts,)](
-                self.trunk, self.private, self.weight, *sums, tokens, LOG2E, **options
+                self.trunk, self.private, self.weight, *sums, tokens, LOG2E, MOST=most, **options
             )
             finish_kernel[(-(-tokens * K // FINISHED),)](
                 self.private, self.weight, self.targets, self.at_target, *sums, *out,
@@ -379,33 +310,32 @@ class Scores:
             )  # fmt: skip
         return out
 
-    def gradients(self, lse: Tensor, entry: Tensor, factor: Tensor, *, d_weight: Tensor | None) -> Tensor:
-        """From the normalisers, the entries at the target and the factors g, [T, K] each.
-
-        d_private gets its factor, the gradient of w is added to d_weight [stride, r], whose rows may lie
-        apart, and the gradient of the trunk's scores comes in their place.
-        """
-        tokens, K, r = self.private.shape
-        cut = blocks(VOCABULARY, r)
-        # exp(s - lse) g as one power of two, a component after the other; g = 0 makes it 0, and so do tokens
+    def gradients(self, statistics: Statistics, factor: Tensor, d_weight: Tensor | None) -> Tensor:
+        """d_private gets its factor, the gradient of w is added to d_weight [stride, r], whose rows may lie
+        apart, and the gradient of the trunk's scores comes in their place."""
+        (tokens, K, r), cut = self.private.shape, blocks(VOCABULARY, self.private.shape[2])
+        lse, entry = normaliser_and_entry(statistics)
+        # exp(s - lse) |g| as one power of two, a component after the other; g = 0 makes it 0, as do tokens
         # beyond the last.
         room = -(-tokens // cut.tokens) * cut.tokens
         shift = lse.new_full((K, room), torch.inf)
-        torch.sub(lse.t() * LOG2E, factor.t().log2(), out=shift[:, :tokens])
+        torch.sub(lse.t() * LOG2E, factor.t().abs().log2(), out=shift[:, :tokens])
+        sign = shift
+        if self.signed:
+            sign = lse.new_ones(room)
+            sign[:tokens] = torch.where(factor.amin(1) < 0, -1.0, 1.0)
         entry = entry * factor
         if self.d_private is not None:
-            flat = self.d_private.view(-1, self.d_private.shape[2])
-            scale_rows(flat, factor.flatten(), out=flat)
+            flat = self.d_private.view(-1, r)
+            scale(flat, factor.flatten(), out=flat)
         with on_device(self.trunk):
             vocabulary_kernel[(self.trunk.stride(0) // cut.entries,)](
-                self.trunk, self.private, self.weight, shift, self.weight if d_weight is None else d_weight,
+                self.trunk, self.private, self.weight, shift, sign,
+                self.weight if d_weight is None else d_weight,
                 tokens, room, 0 if d_weight is None else d_weight.stride(0), LOG2E,
-                NEEDED=d_weight is not None, **self.constants(cut),
+                NEEDED=d_weight is not None, SIGNED=self.signed, **self.constants(cut),
             )  # fmt: skip
         self.trunk.scatter_(1, self.targets[:, None], entry.sum(1, keepdim=True).to(self.trunk.dtype))
         if d_weight is not None:
-            # Autocast reaches into operators and would multiply in the narrow dtype.
-            with torch.autocast(entry.device.type, enabled=False):
-                own = torch.bmm(entry[:, None], self.private.float())[:, 0]
-            d_weight.index_add_(0, self.targets, own)
+            d_weight.index_add_(0, self.targets, torch.bmm(entry[:, None], self.private.float())[:, 0])
         return self.trunk

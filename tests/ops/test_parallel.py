@@ -32,8 +32,8 @@ from fullrank.ops import (
     Softcap,
     mixture_log_probs,
     mixture_nll,
-    vocab_parallel,
 )
+from fullrank.ops import parallel as vocab_parallel
 
 PROCESSES = 3
 SECONDS = 120

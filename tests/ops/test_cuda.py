@@ -1,8 +1,6 @@
-"""The kernel for the elementwise work against its definition in fp64: in Triton's interpreter, and on CUDA.
+"""The mixture's kernels at the ends of their range, what they refuse, and the loss on CUDA.
 
-The interpreter has to be on before Triton is first imported, so the tests that use it run in a process of
-their own; `TRITON_INTERPRET=1 pytest tests/ops/test_triton.py` shows them one by one. It rounds to bf16
-towards zero.
+That kernels and definition agree is the matter of `test_matrix.py`, in Triton's interpreter and on CUDA.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +18,8 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.ops import IDENTITY, SIGSOFTMAX, Pointwise, Softcap, mixture_nll
-from fullrank.ops.statistics import Statistics
-from fullrank.ops.targets import count_targets
-from fullrank.ops.workspace import MIB, make_plan, padded
+from fullrank.ops.reduce import Statistics, count_targets
+from fullrank.ops.workspace import MIB
 
 # numpy, under the interpreter, warns of what the unused ends of padded rows hold.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -66,78 +62,13 @@ def padded_scores(values: Tensor, dtype: torch.dtype, stride: int) -> Tensor:
     return buffer[:, : values.shape[1]]
 
 
-def agree(found: Statistics, want: Statistics) -> None:
-    for got, exact in zip(found, want, strict=True):
-        torch.testing.assert_close(got.double(), exact, rtol=2e-6, atol=2e-6)
-    finite = torch.isfinite(want.target)
-    torch.testing.assert_close(found.nll[finite].double(), want.nll[finite], rtol=5e-6, atol=1e-12)
+def scored(scores: Tensor, y: Tensor, f: Pointwise) -> Statistics:
+    """Statistics of the scores, which become Q."""
+    from fullrank.ops.mixture import kernels
 
-
-def check(
-    values: Tensor, bias: Tensor | None, y: Tensor, f: Pointwise, dtype: torch.dtype, **options
-) -> None:
-    from fullrank.ops.mixture import kernels as score_kernels
-
-    V = values.shape[1]
-    stride = padded(V)
-    scores = padded_scores(values, dtype, stride)
-    shift = None if bias is None else torch.nn.functional.pad(bias, (0, stride - V), value=-torch.inf)
-    want, Q = definition(scores, bias, y, f, **options)
-    before = scores.clone()
-    agree(score_kernels.score_rows(scores, shift, y, f, gradient=False), want)
-    assert torch.equal(scores.nan_to_num(), before.nan_to_num()), "without gradients nothing is written"
-    agree(score_kernels.score_rows(scores, shift, y, f, gradient=True, **options), want)
-    torch.testing.assert_close(scores.double(), Q, rtol=ROUNDING[dtype], atol=1e-7)
-
-
-@pytest.mark.interpreter
-@every_function
-@every_dtype
-@pytest.mark.parametrize("V", [1, 7, 512, 513, 9001])
-def test_statistics_and_gradient_of_scores(kind, dtype, V):
-    draw = torch.Generator().manual_seed(V)
-    values = torch.randn(3, V, generator=draw) * 4
-    y = torch.randint(V, (3,), generator=draw)
-    check(values, None, y, FUNCTIONS[kind], dtype)
-    check(values[:1], torch.randn(V, generator=draw), y[:1], FUNCTIONS[kind], dtype)
-
-
-@pytest.mark.interpreter
-@every_function
-def test_target_left_out(kind):
-    values = torch.randn(4, 700, generator=torch.Generator().manual_seed(1))
-    check(values, None, torch.tensor([0, 699, 5, 512]), FUNCTIONS[kind], torch.float32, late=True)
-
-
-@pytest.mark.interpreter
-@every_function
-@every_dtype
-def test_masks_and_a_masked_target(kind, dtype):
-    draw = torch.Generator().manual_seed(2)
-    bias = torch.randn(1300, generator=draw)
-    bias[::3] = -torch.inf
-    bias[512:1100] = -torch.inf
-    y = torch.tensor([1, 513, 1298, 0])
-    assert bias[y].isneginf().tolist() == [False, True, False, True]
-    check(torch.randn(4, 1300, generator=draw), bias, y, FUNCTIONS[kind], dtype)
-
-
-@pytest.mark.interpreter
-@every_dtype
-@pytest.mark.parametrize("gap", [10.0, 20.0, 60.0])
-def test_confident_rows_keep_their_digits(dtype, gap):
-    """The loss is V e^-gap, far below the rounding of the normaliser."""
-    from fullrank.ops.mixture import kernels as score_kernels
-
-    scores = torch.zeros(2, 832, dtype=dtype)
-    scores[:, 17] = gap
-    found = score_kernels.score_rows(scores, None, torch.tensor([17, 17]), IDENTITY, gradient=True)
-    odds = 831 * torch.tensor(-gap, dtype=torch.float64).exp()
-    torch.testing.assert_close(found.nll.double(), torch.log1p(odds).expand(2), rtol=1e-5, atol=0.0)
-    small = 1e-8 if dtype == torch.float16 else 0.0
-    torch.testing.assert_close(
-        scores[:, 17].double(), (-odds / (1 + odds)).expand(2), rtol=ROUNDING[dtype] + 1e-5, atol=6 * small
-    )
+    found = Statistics(*(scores.new_empty(scores.shape[0], dtype=torch.float32) for _ in range(3)))
+    kernels.score_rows(scores, None, y, f, places=found, gradient=True)
+    return found
 
 
 @pytest.mark.interpreter
@@ -154,11 +85,9 @@ def test_extreme_scores(kind):
     if kind != "identity":
         # A soft cap lifts -inf to -cap, as the definition does; sigsoftmax of -inf has no slope in autograd.
         values = values.clamp(min=-1e4)
-    from fullrank.ops.mixture import kernels as score_kernels
-
     scores = padded_scores(values, torch.float32, 640)
     want, Q = definition(scores, None, y, f)
-    found = score_kernels.score_rows(scores, None, y, f, gradient=True)
+    found = scored(scores, y, f)
     for got, exact in zip(found, want, strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=5e-4, atol=1e-6)
     torch.testing.assert_close(scores.double(), Q, rtol=5e-4, atol=1e-7)
@@ -166,34 +95,13 @@ def test_extreme_scores(kind):
 
 @pytest.mark.interpreter
 def test_nan_and_infinity_stay_in_their_row():
-    from fullrank.ops.mixture import kernels as score_kernels
-
     values = torch.zeros(4, 600)
     values[1, 30], values[2, 40], values[3] = torch.nan, torch.inf, torch.nan
     scores = padded_scores(values, torch.float32, 640)
-    found = score_kernels.score_rows(scores, None, torch.tensor([1, 2, 3, 4]), IDENTITY, gradient=True)
+    found = scored(scores, torch.tensor([1, 2, 3, 4]), IDENTITY)
     assert found.nll.isnan().tolist() == [False, True, True, True]
     assert scores[0].isfinite().all()
     assert scores[1:].isnan().all(1).tolist() == [True, True, True]
-
-
-@pytest.mark.interpreter
-@every_function
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("rows", [512, 12, 6], ids=["whole", "halves", "chunks"])
-def test_losses_and_gradients(make_problem, tools, monkeypatch, kind, dtype, reduction, rows):
-    """The whole loop with the kernel in it."""
-    monkeypatch.setattr("fullrank.ops.workspace.MOST_ROWS", {"cpu": rows})
-    problem = make_problem(7, 3, 24, 90, kind=kind, dtype=dtype, bias=True, token_weight=True)
-    truth = tools.differentiate(problem.to(torch.float64), lambda p: p.plain_nll(reduction))
-    plain = tools.differentiate(problem, lambda p: p.plain_nll(reduction))
-    fast = tools.differentiate(problem, lambda p: p.nll(reduction=reduction, impl="triton"))
-    # Truncation instead of rounding, in the interpreter alone, leaves a bias of half a unit.
-    floor = 5e-7 if dtype == torch.float32 else 8e-3
-    tools.as_good(fast[0], plain[0], truth[0], floor=5e-7)
-    for name, gradient in fast[1].items():
-        tools.as_good(gradient, plain[1][name], truth[1][name], floor=floor)
 
 
 @pytest.mark.interpreter
@@ -210,142 +118,6 @@ def test_a_prior_of_one_component_may_be_a_view():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("trained", [("rows",), ("weight",), ("bias",), ("log_prior",), ()], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_some_gradients_and_ignored_tokens(make_problem, tools, trained, reduction):
-    problem = make_problem(9, 2, 8, 70, dtype=torch.float32, bias=True, token_weight=True)
-    problem.targets[[0, 4]] = -100
-    problem.rows[4] = torch.nan
-    problem.bias[10:20] = -torch.inf
-    problem.targets[5] = 12
-
-    def both(impl):
-        if not trained:
-            return problem.nll(reduction=reduction, impl=impl), {}
-        return tools.differentiate(problem, lambda p: p.nll(reduction=reduction, impl=impl), trained)
-
-    (want, gradients), (loss, found) = both("chunked"), both("triton")
-    torch.testing.assert_close(loss, want, rtol=1e-6, atol=1e-6)
-    for name in trained:
-        torch.testing.assert_close(found[name], gradients[name], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.interpreter
-@every_function
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("rows", [512, 8], ids=["whole", "chunks"])
-def test_skipped_rows(make_problem, tools, monkeypatch, kind, dtype, rows):
-    """Rows of small share leave the buffer that the kernel filled, as they leave the plain one."""
-    monkeypatch.setattr("fullrank.ops.workspace.MOST_ROWS", {"cpu": rows})
-    monkeypatch.setattr("fullrank.ops.workspace.DEVICE_ENOUGH_ROWS", 5)
-    monkeypatch.setattr("fullrank.ops.skipping.MOVING_WIDTH", {"cpu": 0})
-    problem = make_problem(9, 4, 24, 90, kind=kind, dtype=dtype, bias=True, token_weight=True)
-    problem.targets[4] = -100
-    truth, exact = (
-        tools.differentiate(problem.to(torch.float64), lambda p, skip=skip: p.nll(row_skip=skip))[1]
-        for skip in (0.05, 0.0)
-    )
-    _, found = tools.differentiate(problem, lambda p: p.nll(row_skip=0.05, impl="triton"))
-    assert torch.equal(found["rows"] == 0, truth["rows"] == 0)
-    assert tools.relative_error(truth["weight"], exact["weight"]) > 1e-3
-    for name in ("rows", "log_prior", "weight", "bias"):
-        assert tools.relative_error(found[name], truth[name]) < (1e-5 if dtype == torch.float32 else 3e-2)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("lengths", [[5000], [3, 9000], [4097, 0, 2], [1, 4096, 5, 8193], [7] * 5], ids=str)
-def test_gradients_are_scaled_together(lengths):
-    from fullrank.ops import row_kernels
-
-    draw = torch.Generator().manual_seed(0)
-    narrow = [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
-    given = [torch.randn(length, generator=draw) for length in lengths]
-    pairs = [(x.clone(), torch.full_like(x, 9, dtype=d)) for x, d in zip(given, narrow, strict=False)]
-    row_kernels.scale_all(pairs, torch.tensor(1.7), 0.3)
-    for x, (_, out) in zip(given, pairs, strict=True):
-        want = x * (1.7 * 0.3)
-        torch.testing.assert_close(out.float(), want, rtol=8e-3 if out.itemsize == 2 else 1e-6, atol=1e-6)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("rows", [1, 37, 9000])
-def test_rows_are_kept_in_their_order(rows):
-    from fullrank.ops import row_kernels
-
-    share = torch.rand(rows, generator=torch.Generator().manual_seed(rows)).view(-1, 1)
-    share[::7] = torch.nan
-    kept, count = row_kernels.keep_rows(share, 0.4)
-    want = (~(share[:, 0] <= 0.4)).nonzero()[:, 0]
-    assert int(count) == len(want)
-    assert torch.equal(kept[: int(count)], want)
-
-
-@pytest.mark.interpreter
-@every_function
-@pytest.mark.parametrize("weighted", [False, True], ids=["equal", "weighted"])
-@pytest.mark.parametrize("rows", [512, 3], ids=["whole", "chunks"])
-def test_one_component(make_problem, tools, monkeypatch, kind, weighted, rows):
-    """A softmax, whose kernel makes the losses as well; a token that cannot be emitted moves nothing."""
-    monkeypatch.setattr("fullrank.ops.workspace.MOST_ROWS", {"cpu": rows})
-    problem = make_problem(8, 1, 24, 90, kind=kind, dtype=torch.float32, bias=True, token_weight=weighted)
-    problem.bias[5:9] = -torch.inf
-    problem.targets[:] = torch.tensor([1, 6, 20, 30, 40, 50, 60, 70])
-    problem.log_prior[3] = -torch.inf
-    for counted in (None, 2):
-        if counted is not None:
-            problem.targets[counted] = -100
-        trained = ("rows", "weight", "bias")
-        (want, right), (loss, found) = (
-            tools.differentiate(problem, lambda p, i=impl: p.nll(reduction="sum", impl=i), trained)
-            for impl in ("chunked", "triton")
-        )
-        assert loss == want == torch.inf
-        for name in trained:
-            torch.testing.assert_close(found[name], right[name], rtol=1e-5, atol=1e-6)
-        assert not found["rows"][[1, 3]].any()
-        assert found["rows"][0].any()
-        with torch.no_grad():
-            alone = [problem.nll(reduction="none", impl=impl) for impl in ("chunked", "triton")]
-        torch.testing.assert_close(*alone, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("skip", [0.0, 0.05])
-def test_ignored_tokens_that_nobody_expected(make_problem, tools, monkeypatch, skip):
-    """Work begins as if none were ignored, and is done again; a wrong target raises all the same."""
-    problem = make_problem(9, 3, 8, 70, dtype=torch.float32, bias=True)
-    problem.targets[[0, 4]] = -100
-    problem.rows[4] = torch.nan
-    found = {}
-    for since in (0, 100):
-        monkeypatch.setattr("fullrank.ops.targets._calls_since", since)
-        found[since] = tools.differentiate(problem, lambda p: p.nll(impl="triton", row_skip=skip))
-    assert torch.equal(found[0][0], found[100][0])
-    for name, gradient in found[0][1].items():
-        assert torch.equal(gradient, found[100][1][name]), name
-        assert gradient.isfinite().all()
-    problem.rows[4] = 0.0
-    for wrong in (70, 1 << 40, -5):
-        problem.targets[4] = wrong
-        monkeypatch.setattr("fullrank.ops.targets._calls_since", 100)
-        with pytest.raises(FullrankError, match=rf"target {wrong} is outside the vocabulary"):
-            problem.nll(impl="triton")
-
-
-def test_a_call_expects_what_the_last_ones_had(monkeypatch):
-    from fullrank.ops.targets import FEW_CALLS, Asked
-
-    monkeypatch.setattr("fullrank.ops.targets._calls_since", FEW_CALLS)
-    plain, ignoring = torch.tensor([1, 2]), torch.tensor([1, -100])
-    assert Asked(plain, 5, -100).all_expected
-    Asked(ignoring, 5, -100).answer()
-    for _ in range(FEW_CALLS):
-        assert not Asked(plain, 5, -100).all_expected
-        Asked(plain, 5, -100).answer()
-    assert Asked(plain, 5, -100).all_expected
-
-
-@pytest.mark.interpreter
 def test_nothing_counted_leaves_zeros(make_problem, tools):
     problem = make_problem(5, 2, 8, 70, dtype=torch.float32, bias=True)
     problem.targets[:] = -100
@@ -355,10 +127,9 @@ def test_nothing_counted_leaves_zeros(make_problem, tools):
 
 
 def test_a_slower_path_is_said_once(caplog):
-    from fullrank.ops.vocabulary import kernel_serves
+    from fullrank.ops.triton_base import refuse_or_say
 
-    rows = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64)
-    assert [kernel_serves("auto", rows, IDENTITY) for _ in range(3)] == [False] * 3
+    assert [refuse_or_say("auto", "the products run in no dtype") for _ in range(3)] == [False] * 3
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "on CUDA without its kernels, slower with the same results: " in caplog.text
 
@@ -399,14 +170,12 @@ def test_a_cpu_never_loads_triton():
 )
 def test_a_device_takes_chunks_of_the_best_size(N, K, D, V, rows):
     """The default workspace of a large device; even chunks may be a little smaller."""
-    plan = make_plan(
-        N=N, K=K, D=D, V=V, product=torch.bfloat16, device=torch.device("cuda"), tile_buffers=4,
-        workspace=2048 * MIB, kernel=True,
-    )  # fmt: skip
-    assert plan.kernel
-    assert 0.8 * rows <= plan.tokens * K <= rows
-    assert plan.stride % 64 == 0
-    assert V <= plan.stride < V + 64
+    from fullrank.ops.mixture import fused
+
+    tokens = fused.chunk_tokens(N=N, K=K, D=D, V=V, product=torch.bfloat16, workspace=2048 * MIB)
+    assert 0.8 * rows <= tokens * K <= rows
+    assert fused.padded(V) % 64 == 0
+    assert V <= fused.padded(V) < V + 64
 
 
 def test_counted_targets_keep_their_order():
@@ -493,61 +262,25 @@ def test_cuda_both_paths_give_the_same_gradients(kind, dtype):
 
 
 @gpu()
-def test_cuda_confident_rows_keep_their_digits():
-    for gap in (10.0, 20.0, 60.0):
-        rows = torch.zeros(6, 1, 8, device="cuda")
-        bias = torch.zeros(900, device="cuda")
-        bias[3] = gap
-        weight = torch.zeros(900, 8, device="cuda")
-        targets = torch.full((6,), 3, device="cuda")
-        prior = torch.zeros(6, 1, device="cuda")
-        leaves = [tensor.requires_grad_() for tensor in (rows, prior, weight, bias)]
-        loss = mixture_nll(*leaves[:3], targets, bias=bias, impl="triton")
-        d_bias = torch.autograd.grad(loss, leaves)[3]
-        odds = 899 * torch.tensor(-gap, dtype=torch.float64).exp()
-        assert loss.item() == pytest.approx(torch.log1p(odds).item(), rel=2e-5)
-        assert d_bias[3].item() == pytest.approx((-odds / (1 + odds)).item(), rel=2e-5)
-
-
-@gpu()
 def test_cuda_more_scores_than_int32_can_index():
     """One chunk whose last rows lie beyond 2^31 scores: they must be scored, and written, at their place."""
     R, V = 45_056, 50_257
     assert R * V > 2**31
-    from fullrank.ops.mixture import kernels as score_kernels
+    from fullrank.ops.mixture import fused
 
-    buffer = torch.zeros(R, padded(V), dtype=torch.bfloat16, device="cuda")
+    buffer = torch.zeros(R, fused.padded(V), dtype=torch.bfloat16, device="cuda")
     scores = buffer[:, :V]
     last = torch.randn(3, V, device="cuda").bfloat16()
     scores[-3:] = last
     y = torch.randint(V, (R,), device="cuda")
     want, Q = definition(last.cpu(), None, y[-3:].cpu(), IDENTITY)
-    found = score_kernels.score_rows(scores, None, y, IDENTITY, gradient=True)
+    found = scored(scores, y, IDENTITY)
     for got, exact in zip(found, want, strict=True):
         torch.testing.assert_close(got[-3:].double().cpu(), exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scores[-3:].double().cpu(), Q, rtol=8e-3, atol=1e-7)
     torch.testing.assert_close(
         found.nll[:-3], torch.full((R - 3,), V, device="cuda").log(), rtol=1e-5, atol=0
     )
-
-
-@gpu(every_function, every_dtype)
-def test_cuda_skipped_rows(kind, dtype, monkeypatch):
-    """The kernel's buffer loses the rows that the plain one loses; small shares are known to fp32."""
-    monkeypatch.setattr("fullrank.ops.skipping.DEVICE_MOVING_WIDTH", 0)
-    *tensors, targets = draw(301, 4, 72, 5003, dtype)
-    targets[::9] = -100
-    options = {"pointwise": FUNCTIONS[kind], "row_skip": 0.1}
-    found = differentiate(tensors, targets, **options, impl="triton")
-    for want in (
-        differentiate(tensors, targets, **options, impl="chunked"),
-        differentiate(tensors, targets, **options, impl="chunked", workspace=4 * MIB),
-    ):
-        assert error(found[0], want[0]) < 1e-5
-        for got, exact in zip(found[1:], want[1:], strict=True):
-            assert error(got, exact) < (1e-4 if dtype == torch.float32 else 2e-2)
-    skipped = (found[1] == 0).all(2)[targets >= 0]
-    assert 0.2 < skipped.double().mean() < 0.8
 
 
 def synchronisations(step) -> int:
@@ -560,18 +293,6 @@ def synchronisations(step) -> int:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return len([w for w in seen if "synchronizing CUDA operation" in str(w.message)])
-
-
-@gpu()
-def test_cuda_skipping_waits_for_nothing_but_its_counts():
-    *tensors, targets = draw(64, 4, 64, 1001, torch.bfloat16)
-
-    def step():
-        return differentiate(tensors, targets, impl="triton", row_skip=0.2)
-
-    step()
-    torch.cuda.synchronize()
-    assert synchronisations(step) == 0
 
 
 @gpu()
@@ -612,10 +333,9 @@ def test_cuda_graph_of_forward_and_backward(weighted):
     rows, prior, weight, targets = draw(256, 3, 64, 4001, torch.bfloat16)
     leaves = [t.requires_grad_() for t in (rows, prior, weight)]
     token_weight = torch.rand(256, device="cuda") + 0.5 if weighted else None
-    skip = 0.3
 
     def step() -> list[Tensor]:
-        loss = mixture_nll(*leaves, targets, token_weight=token_weight, impl="triton", row_skip=skip)
+        loss = mixture_nll(*leaves, targets, token_weight=token_weight, impl="triton")
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
     side = torch.cuda.Stream()
@@ -627,8 +347,6 @@ def test_cuda_graph_of_forward_and_backward(weighted):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    # A captured graph skips nothing.
-    skip = 0.0
     with torch.no_grad():
         rows.copy_(torch.randn_like(rows))
         targets.copy_(torch.randint(4001, (256,), device="cuda"))
@@ -653,7 +371,7 @@ def test_cuda_waits_for_what_it_asked_and_for_nothing_else():
         waits = synchronisations(
             lambda: differentiate([*tensors, bias], targets, pointwise=SIGSOFTMAX, impl="triton")
         )
-        assert waits == 0, "it asks for an event, and for nothing that stops the whole device"
+        assert waits == 1, "it looks at the targets once, and at nothing else"
 
 
 @gpu()

@@ -11,9 +11,9 @@ from fullrank.ops import (
     Softcap,
     mixture_argmax,
     mixture_log_probs,
-    reference,
     row_scores,
 )
+from fullrank.ops.mixture import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FUNCTIONS = {"identity": IDENTITY, "sigsoftmax": SIGSOFTMAX, "softcap": Softcap(3.0)}
@@ -45,25 +45,6 @@ def agree(rows, log_prior, weight, bias, f, found, best):
     torch.testing.assert_close(found.double(), exact, rtol=bound, atol=bound)
     torch.testing.assert_close(best[0].double(), exact.amax(1), rtol=bound, atol=bound)
     torch.testing.assert_close(exact.gather(1, best[1][:, None])[:, 0], exact.amax(1), rtol=bound, atol=bound)
-
-
-@pytest.mark.interpreter
-@every_function
-@pytest.mark.parametrize(
-    "sizes",
-    [(2, 3, 8, 100), (1, 1, 4, 1), (3, 2, 8, 4500), (2, 16, 4, 300), (2, 17, 4, 300), (1, 40, 4, 300)],
-)
-@pytest.mark.parametrize("biased", [True, False])
-def test_kernels(kind, sizes, biased):
-    from fullrank.ops.decode.kernels import mix_scores
-
-    rows, log_prior, weight, bias = draw(*sizes)
-    if not biased or sizes[3] == 1:
-        bias = None
-    scores = rows.flatten(0, 1) @ weight.t()
-    f = FUNCTIONS[kind]
-    found, _ = mix_scores(scores, log_prior, bias, f, best=False)
-    agree(rows, log_prior, weight, bias, f, found, mix_scores(scores, log_prior, bias, f, best=True))
 
 
 @pytest.fixture(params=[True, False], ids=["large", "small"])

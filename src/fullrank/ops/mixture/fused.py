@@ -1,0 +1,185 @@
+"""The mixture's pass with a kernel between the products: `chunked.py` with `kernels.py` for its tiles.
+
+A chunk is one product for its scores, one kernel that turns them into Q in place (`kernels.score_rows`), one
+for losses and shares, and two products. W and the buffer's rows are padded to whole 64s of entries, which the
+fast products and the kernel want.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fullrank.ops.mixture.kernels import mix_rows, score_rows
+from fullrank.ops.pointwise import Pointwise
+from fullrank.ops.products import Gradients, Needs, add_bias, add_product, scale
+from fullrank.ops.reduce import Statistics, Tokens
+from fullrank.ops.workspace import DEVICE_MOST_ROWS, LEAST_ROWS, MIB, Chunk, at
+
+STRIDE = 64
+ROUND_ROWS = 256
+# A chunk of so many rows is as fast as a larger one. Where a single chunk would take more bytes than these,
+# two take half the memory in the same time; below, launches cost more than memory does.
+ENOUGH_ROWS = 4096
+ENOUGH_BYTES = 640 * MIB
+# A sum of so many products is rounded to bf16 along with each of them: one rounding more than a sum in fp32,
+# for half the memory of W's gradient. fp16 could not hold a sum over tokens.
+NARROW_CHUNKS = 2
+
+
+def padded(V: int) -> int:
+    return -(-V // STRIDE) * STRIDE
+
+
+def chunk_tokens(*, N: int, K: int, D: int, V: int, product: torch.dtype, workspace: int) -> int:
+    """Tokens in a chunk; 0 where the workspace cannot hold all V scores of enough rows."""
+    narrow, wide = product.itemsize, 4
+    row_bytes = D * (2 * narrow + 2 * wide) + padded(V) * narrow
+    slices = slice_bytes(D, V, product, workspace)
+    most = max(1, min(N, DEVICE_MOST_ROWS // K))
+    tokens = min(most, max(0, workspace - slices) // (K * row_bytes))
+    if tokens * K < min(LEAST_ROWS, most * K):
+        return 0
+    if tokens * K * padded(V) * narrow > ENOUGH_BYTES:
+        tokens = min(tokens, max(ENOUGH_ROWS // K, -(-N // 2), 1))
+    # Chunks of one size, the same number of them in less memory, but of sizes that products like.
+    even = -(-max(N, 1) // -(-max(N, 1) // tokens))
+    unit = ROUND_ROWS // math.gcd(K, ROUND_ROWS)
+    return min(tokens, -(-even // unit) * unit)
+
+
+def slice_bytes(D: int, V: int, product: torch.dtype, workspace: int) -> int:
+    """For the part of W's gradient that exists in a narrow dtype before it is added in fp32."""
+    each = D * (product.itemsize + 4)
+    return min(V * each, max(workspace // 8, each)) if product.itemsize < 4 else 0
+
+
+class KernelMixture:
+    """The pass over rows [N, K, D] with a kernel between the products: a `workspace.Work`, as `TorchMixture`.
+
+    `narrow`: W's gradient may be in bf16 where W is and `NARROW_CHUNKS` products make all of it.
+    """
+
+    argmax: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, *, needs: Needs,
+        product: torch.dtype, workspace: int, tokens: Tokens, size: int, narrow: bool,
+    ) -> None:  # fmt: skip
+        N, K, D = rows.shape
+        self.V, self.K, self.D = weight.shape[0], K, D
+        self.rows, self.needs, self.size, self.product = rows, needs, size, product
+        self.pointwise = pointwise
+        stride = padded(self.V)
+        if stride != self.V:
+            # W goes on with rows of zeros, whose scores the kernel leaves out and whose Q is 0.
+            self.weight = weight.new_zeros(stride, D, dtype=product)
+            self.weight[: self.V].copy_(weight)
+        else:
+            weight = weight.to(product)
+            self.weight = weight if 1 in weight.stride() else weight.contiguous()
+        self.step = max(1, slice_bytes(D, self.V, product, workspace) // (D * (product.itemsize + 4)))
+        self._buffer = self.weight.new_empty(size * K, stride)
+        self.bias: Tensor | None = None
+        if bias is not None:
+            self.bias = functional.pad(bias.float(), (0, stride - self.V), value=-torch.inf)
+        few = narrow and NARROW_CHUNKS * size >= N and product == weight.dtype == torch.bfloat16
+        trained = (
+            weight.new_empty(stride, D, dtype=product if few else torch.float32) if needs.weight else None
+        )
+        self.sums = Gradients(
+            weight=trained,
+            bias=weight.new_zeros(stride, dtype=torch.float32) if needs.bias else None,
+            unwritten=needs.weight,
+        )
+        fill = torch.empty_like if tokens.positions is None else torch.zeros_like
+        self.d_rows = fill(rows, memory_format=torch.contiguous_format) if needs.rows else None
+        self._current: tuple[Tensor, Tensor | None] | None = None
+
+    def summed(self) -> Gradients:
+        return self.sums.trimmed(self.V)
+
+    def chunk_rows(self, index: slice | Tensor) -> Tensor:
+        return at(self.rows, index).flatten(0, 1).to(self.product)
+
+    def _score(self, rows: Tensor) -> Tensor:
+        """[rows, V] in the buffer, with the padding behind."""
+        lines = self._buffer if rows.shape[0] == self._buffer.shape[0] else self._buffer[: rows.shape[0]]
+        scores = torch.mm(rows, self.weight.t(), out=lines)
+        return scores if scores.shape[1] == self.V else scores[:, : self.V]
+
+    def _empty_statistics(self, rows: Tensor) -> Statistics:
+        return Statistics(*(rows.new_empty(rows.shape[0], dtype=torch.float32) for _ in range(3)))
+
+    def statistics(self, rows: Tensor, targets: Tensor) -> Statistics:
+        found = self._empty_statistics(rows)
+        score_rows(self._score(rows), self.bias, targets, self.pointwise, places=found)
+        return found
+
+    def losses(self, chunk: Chunk, nll: Tensor) -> Tensor | None:
+        rows, gradient = self.chunk_rows(chunk.index), self.needs.products
+        scores, lacking = self._score(rows), None
+        if self.K == 1 and chunk.weight is None and not self.needs.prior:
+            places = (chunk.log_prior.contiguous(), nll)
+            score_rows(scores, self.bias, chunk.targets, self.pointwise, places=places, gradient=gradient)
+            share = None
+        else:
+            found = self._empty_statistics(rows)
+            raised = gradient and self.product != torch.float16
+            score_rows(
+                scores, self.bias, chunk.row_targets, self.pointwise, places=found, gradient=gradient,
+                raised=raised,
+            )  # fmt: skip
+            share, lacking = mix_rows(found, chunk.log_prior, nll)
+            lacking = lacking.flatten() if raised else None
+        self._current = rows, lacking
+        return share
+
+    def gradients(self, chunk: Chunk, upstream: Tensor | None) -> None:
+        assert self._current is not None
+        rows, lacking = self._current
+        self._current = None
+        if not self.needs.products:
+            return
+        factor = upstream if upstream is None or lacking is None else upstream * lacking
+        place: Tensor | None = None
+        if self.d_rows is not None:
+            in_place = isinstance(chunk.index, slice) and self.d_rows.dtype == self.product
+            place = at(self.d_rows, chunk.index).view(rows.shape) if in_place else torch.empty_like(rows)
+        self._add_products(rows, factor, place)
+        if place is not None and factor is not None:
+            scale(place, factor, out=place)
+        if self.d_rows is not None and place is not None and not in_place:
+            self.d_rows[chunk.index] = place.view(*chunk.log_prior.shape, -1).to(self.d_rows.dtype)
+
+    def _add_products(self, rows: Tensor, factor: Tensor | None, d_rows: Tensor | None) -> None:
+        """The products of what the kernel left in the buffer; d_rows takes Q W before the factor."""
+        Q = self._buffer if rows.shape[0] == self._buffer.shape[0] else self._buffer[: rows.shape[0]]
+        if self.sums.bias is not None:
+            add_bias(self.sums.bias, Q, factor)
+        if d_rows is not None:
+            torch.mm(Q, self.weight, out=d_rows)
+        if self.sums.weight is not None:
+            scaled = rows if factor is None else scale(rows, factor, out=torch.empty_like(rows))
+            add_product(self.sums.weight, Q.t(), scaled, step=self.step, first=self.sums.unwritten)
+            self.sums.unwritten = False
+
+    def late_gradients(
+        self, rows: Tensor, targets: Tensor, statistics: Statistics, upstream: Tensor,
+        d_rows: Tensor | None,
+    ) -> None:  # fmt: skip
+        """As `TorchMixture.late_gradients`."""
+        score_rows(
+            self._score(rows), self.bias, targets, self.pointwise, places=self._empty_statistics(rows),
+            gradient=True, late=True,
+        )  # fmt: skip
+        self._add_products(rows, upstream, d_rows)
+        if d_rows is not None:
+            scale(d_rows, upstream, out=d_rows)
+
+    def row_gradient(self, rows: Tensor) -> Tensor:
+        return torch.empty_like(rows, memory_format=torch.contiguous_format)

@@ -1,0 +1,1 @@
+"""Target score, normaliser and loss of single rows."""

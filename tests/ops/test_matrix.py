@@ -1,0 +1,296 @@
+"""The differential matrix: every public loss and fused output, every path, every dtype, every odd condition.
+
+Paths are the definition, chunks, chunks over a cut vocabulary, and the kernels in Triton's interpreter. All
+are held against fp64 written out by hand (`truth.py`), within what rounding of their products allows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fullrank.ops import (
+    IDENTITY,
+    SIGSOFTMAX,
+    Softcap,
+    linear_logprob,
+    linear_nll,
+    mixture_argmax,
+    mixture_log_probs,
+    mixture_nll,
+    posterior_shares,
+    trunk_nll,
+)
+from fullrank.ops import parallel as vocab_parallel
+from tests.ops.truth import CAP, Bounded, Case, truth, uneven
+
+N, K, D, V, PRIVATE = 4, 2, 5, 67, 2
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+POINTWISE = {"identity": IDENTITY, "sigsoftmax": SIGSOFTMAX, "softcap": Softcap(CAP)}
+CONDITIONS = (
+    "plain", "signed", "zero", "ignored", "masked", "confident", "shifted", "odd", "tied", "strided", "none",
+)  # fmt: skip
+SMALL = 48 * 1024
+"""A workspace that cuts the vocabulary."""
+
+
+@functools.cache
+def make_case(
+    condition: str, dtype: torch.dtype, kind: str = "identity", components: int = K, private: int = 0
+) -> Case:
+    draw = torch.Generator().manual_seed(len(condition) * 10 + components)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    vocab = {"odd": 129, "shifted": 200}.get(condition, V)
+    rows, weight, bias = normal(N, components, D), normal(vocab, D), normal(vocab)
+    prior, targets = normal(N, components).log_softmax(-1), torch.randint(vocab, (N,), generator=draw)
+    token_weight = None
+    if condition == "signed":
+        token_weight = torch.tensor([1.0, -0.5, 0.25, 2.0], dtype=torch.float64)
+    if condition in ("masked", "zero"):
+        bias[targets[1]] = bias[3] = -torch.inf
+    if condition == "zero":
+        # An infinite loss that is given no weight, with a token that no other shares the target of.
+        token_weight = torch.ones(N, dtype=torch.float64)
+        token_weight[targets == targets[1]] = 0.0
+        token_weight[3] *= 0.5
+    if condition in ("ignored", "none"):
+        targets[1], targets[3] = -100, -100
+        rows[1] = torch.nan
+        prior[3] = torch.nan
+    if condition == "none":
+        targets[:] = -100
+    if condition == "confident":
+        # Margins of 14 to 100 nats over all others; half precision knows a score of 100 up to 0.4.
+        margins = torch.linspace(14.0, 28.0 if dtype.itemsize == 2 else 100.0, N, dtype=torch.float64)
+        weight *= 0.05
+        sure = weight[targets] / weight[targets].norm(dim=1, keepdim=True)
+        weight[targets] = 4.0 * sure
+        rows = (margins[:, None] * sure / 4.0)[:, None] + 0.02 * rows
+        bias *= 0.1
+    if condition == "shifted":
+        # Some entries far above the first 64: a kernel that anchors its sums there overflows.
+        bias += torch.linspace(-50.0, 50.0, vocab, dtype=torch.float64)
+        targets[0], targets[1] = 190, 3
+    if private:
+        rows[:, :, : D - private] = rows[:, :1, : D - private]
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype)
+
+    rows, weight, bias = cast(rows), cast(weight), cast(bias)
+    if condition == "tied":
+        # One matrix for inputs and outputs: its gradient has two parts.
+        rows = weight[targets.roll(1)][:, None, :].expand(-1, components, -1).contiguous()
+    if condition == "strided":
+        rows = rows.transpose(0, 2).contiguous().transpose(0, 2)
+        weight = torch.stack([weight, weight], 2)[..., 0]
+        targets = torch.stack([targets, targets], 1)[:, 0]
+        prior = prior.t().contiguous().t()
+    return Case(
+        rows=rows, log_prior=prior.float() if dtype != torch.float64 else prior, weight=weight,
+        targets=targets, bias=bias, token_weight=token_weight, kind=kind, private=private,
+    )  # fmt: skip
+
+
+def precision(dtype: torch.dtype, path: str) -> float:
+    """Of the products: on a processor half precision is multiplied in fp32, but not by the kernels."""
+    if dtype == torch.float64:
+        return 2.0**-52
+    return torch.finfo(dtype).eps if path == "kernels" else 2.0**-23
+
+
+def options_of(path: str) -> dict[str, Any]:
+    return {
+        "reference": {"impl": "reference"},
+        "chunked": {"impl": "chunked"},
+        "cut": {"impl": "chunked", "workspace": SMALL},
+        "kernels": {"impl": "triton"},
+    }[path]
+
+
+def reductions_of(path: str) -> tuple[str, ...]:
+    """A sum is a mean with another factor at the end, and the interpreter takes its time."""
+    return ("mean", "none") if path == "kernels" else ("mean", "sum", "none")
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """The same numbers in the same memory layout, asking for a gradient."""
+    return tensor.detach().requires_grad_()
+
+
+def differentiate(loss: Tensor, **leaves: Tensor) -> dict[str, Tensor]:
+    upstream = uneven(loss.shape[0]).to(loss.dtype) if loss.ndim else None
+    found = torch.autograd.grad(loss, list(leaves.values()), upstream)
+    return {"loss": loss, **dict(zip(leaves, found, strict=True))}
+
+
+def run_mixture(case: Case, reduction: str, **options: Any) -> dict[str, Tensor]:
+    leaves = {"rows": leaf(case.rows), "log_prior": leaf(case.log_prior), "weight": leaf(case.weight)}
+    leaves["bias"] = leaf(case.bias)
+    loss = mixture_nll(
+        leaves["rows"], leaves["log_prior"], leaves["weight"], case.targets, bias=leaves["bias"],
+        pointwise=POINTWISE[case.kind], token_weight=case.token_weight, reduction=reduction, **options,
+    )  # fmt: skip
+    return differentiate(loss, **leaves)
+
+
+def run_trunk(case: Case, reduction: str, **options: Any) -> dict[str, Tensor]:
+    shared = D - case.private
+    leaves = {"trunk": leaf(case.rows[:, 0, :shared]), "private": leaf(case.rows[:, :, shared:])}
+    leaves |= {"log_prior": leaf(case.log_prior), "weight": leaf(case.weight), "bias": leaf(case.bias)}
+    loss = trunk_nll(
+        leaves["trunk"], leaves["private"], leaves["log_prior"], leaves["weight"], case.targets,
+        bias=leaves["bias"], token_weight=case.token_weight, reduction=reduction, **options,
+    )  # fmt: skip
+    return differentiate(loss, **leaves)
+
+
+def run_parallel(case: Case, reduction: str, **options: Any) -> dict[str, Tensor]:
+    leaves = {"rows": leaf(case.rows), "log_prior": leaf(case.log_prior), "weight": leaf(case.weight)}
+    leaves["bias"] = leaf(case.bias)
+    loss = vocab_parallel.mixture_nll(
+        leaves["rows"], leaves["log_prior"], leaves["weight"], case.targets, start=0, bias=leaves["bias"],
+        pointwise=POINTWISE[case.kind], token_weight=case.token_weight, reduction=reduction,
+    )  # fmt: skip
+    return differentiate(loss, **leaves)
+
+
+def compare(found: dict[str, Tensor], right: dict[str, Bounded], what: str) -> None:
+    for name, value in found.items():
+        right[name].check(value, f"{what}, {name}")
+
+
+paths = pytest.mark.parametrize(
+    "path",
+    ["reference", "chunked", "cut", pytest.param("kernels", marks=pytest.mark.interpreter)],
+)
+mixtures = pytest.mark.parametrize(
+    ("kind", "components"), [("identity", 1), ("identity", K), ("sigsoftmax", K), ("softcap", K)]
+)
+conditions = pytest.mark.parametrize("condition", CONDITIONS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+@mixtures
+@dtypes
+@conditions
+@paths
+def test_mixture_loss(path, condition, dtype, kind, components):
+    if path == "kernels" and dtype == torch.float64:
+        pytest.skip("the kernels work in fp32")
+    case = make_case(condition, dtype, kind, components)
+    eps, stored = precision(dtype, path), torch.finfo(dtype).eps
+    for reduction in reductions_of(path):
+        found = run_mixture(case, reduction, **options_of(path))
+        compare(found, truth(case, reduction, eps=eps, stored=stored), reduction)
+
+
+@dtypes
+@conditions
+@paths
+def test_trunk_loss(path, condition, dtype):
+    if path == "kernels" and dtype != torch.float16:
+        pytest.skip("the kernels multiply in half precision, and the interpreter multiplies no bf16")
+    case = make_case(condition, dtype, private=PRIVATE)
+    eps, stored = precision(dtype, path), torch.finfo(dtype).eps
+    for reduction in reductions_of(path):
+        found = run_trunk(case, reduction, **options_of(path))
+        right = truth(case, reduction, eps=eps, stored=stored, added=path == "kernels")
+        compare(found, right, reduction)
+
+
+@dtypes
+@conditions
+def test_loss_over_a_split_vocabulary(condition, dtype):
+    case = make_case(condition, dtype)
+    for reduction in ("mean", "sum", "none"):
+        right = truth(case, reduction, eps=precision(dtype, "chunked"), stored=torch.finfo(dtype).eps)
+        compare(run_parallel(case, reduction), right, reduction)
+
+
+@pytest.mark.parametrize("kind", POINTWISE)
+@dtypes
+@pytest.mark.parametrize("condition", ["plain", "masked", "confident", "shifted", "odd", "tied", "strided"])
+@paths
+def test_losses_of_single_rows(path, condition, dtype, kind):
+    """`linear_nll`, `linear_logprob`: the loss of rows by themselves is that of mixtures of one component."""
+    if path == "kernels" and dtype == torch.float64:
+        pytest.skip("the kernels work in fp32")
+    case = make_case(condition, dtype, kind, 1)
+    case = Case(**{**vars(case), "log_prior": torch.zeros_like(case.log_prior)})
+    right = truth(case, "none", eps=precision(dtype, path), stored=torch.finfo(dtype).eps)
+    leaves = {"rows": leaf(case.rows), "weight": leaf(case.weight), "bias": leaf(case.bias)}
+    arguments = (leaves["rows"][:, 0], leaves["weight"], case.targets)
+    common = {"bias": leaves["bias"], "pointwise": POINTWISE[kind], **options_of(path)}
+    nll, lse = linear_nll(*arguments, **common)
+    # A token that its only component cannot emit has no gradient in a mixture, but one by itself.
+    if condition != "masked":
+        compare(differentiate(nll, **leaves), right, "linear_nll")
+    else:
+        right["loss"].check(nll, "linear_nll")
+    target, again = linear_logprob(*arguments, **common)
+    slack = right["loss"].allowed.max() + 2.0**-21 * lse.detach().double().abs()
+    Bounded(lse.detach().double(), slack).check(again, "lse")
+    slack = right["loss"].allowed.max() + 2.0**-21 * target.detach().double().abs().nan_to_num(0, 0, 0)
+    Bounded(right["loss"].value, slack).check(lse.double() - target.double(), "linear_logprob")
+
+
+@mixtures
+@dtypes
+@pytest.mark.parametrize(
+    "condition", ["plain", "ignored", "masked", "confident", "shifted", "odd", "strided"]
+)
+def test_outputs_beside_the_loss(condition, dtype, kind, components):
+    """Statistics, shares and tables of log-probabilities, whole and over a cut vocabulary."""
+    case = make_case(condition, dtype, kind, components)
+    right = truth(case, "mean", eps=precision(dtype, "chunked"), stored=torch.finfo(dtype).eps)
+    arguments = (case.rows, case.log_prior, case.weight)
+    common = {"bias": case.bias, "pointwise": POINTWISE[kind]}
+    counted = case.counted
+    for workspace in (None, SMALL):
+        _, stats = mixture_nll(
+            *arguments, case.targets, **common, return_stats=True, workspace=workspace, impl="chunked"
+        )
+        shares = posterior_shares(*arguments, case.targets, **common, workspace=workspace)
+        some = (case.rows[counted], case.log_prior[counted], case.weight)
+        table = mixture_log_probs(*some, **common, workspace=workspace)
+        best, entry = mixture_argmax(*some, **common, workspace=workspace)
+        right["nll"].check(stats.nll, "nll")
+        right["entropy"].check(stats.entropy, "entropy")
+        right["share"].check(shares, "share")
+        whole = right["log_probs"]
+        Bounded(whole.value[counted], whole.allowed[counted]).check(table, "log_probs")
+        assert torch.equal(best, table.amax(1))
+        assert torch.equal(table.gather(1, entry[:, None])[:, 0], best)
+        near = whole.value.gather(1, stats.argmax.clamp_min(0)[:, None])[:, 0]
+        assert bool((near >= whole.value.amax(1) - 2 * whole.allowed.amax(1))[counted].all())
+        assert bool((stats.argmax[~counted] == -1).all())
+        parallel = vocab_parallel.log_probs(*some, start=0, **common)
+        Bounded(whole.value[counted], whole.allowed[counted]).check(parallel, "parallel log_probs")
+
+
+@pytest.mark.interpreter
+@mixtures
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
+@pytest.mark.parametrize("condition", ["plain", "masked", "confident", "shifted", "odd"])
+def test_decoding_kernels(condition, dtype, kind, components):
+    from fullrank.ops.decode import kernels
+
+    case = make_case(condition, dtype, kind, components)
+    right = truth(case, "mean", eps=precision(dtype, "kernels"), stored=0.0)["log_probs"]
+    scores = torch.mm(case.rows.flatten(0, 1), case.weight.t())
+    arguments = (scores, case.log_prior, case.bias.float(), POINTWISE[kind])
+    table, _ = kernels.mix_scores(*arguments, best=False)
+    right.check(table, "table")
+    best, entry = kernels.mix_scores(*arguments, best=True)
+    assert bool(((best - table.amax(1)).abs() <= 1e-5 * (1 + best.abs())).all())
+    assert bool(((table.gather(1, entry[:, None])[:, 0] - best).abs() <= 1e-5 * (1 + best.abs())).all())
