@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# Workers share the cores: a thread a core in each of them would wait for the others'. Before torch is imported.
+_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
+
 # A busy machine makes no test fail by the clock, and CI tries the same examples every time.
 settings.register_profile("fullrank", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("fullrank")
