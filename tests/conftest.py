@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Workers share the cores: a thread a core in each of them would wait for the others'. Before torch is imported.
+# Before torch is imported: workers share the cores, and threads beyond them wait for each other.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
 
