@@ -17,6 +17,8 @@ import torch
 
 from fullrank.cli import main
 
+pytestmark = pytest.mark.usefixtures("few_orderings")
+
 Build = Callable[..., Path]
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 CODES = {
@@ -48,7 +50,7 @@ Diagnose = Callable[..., Found]
 
 
 @pytest.fixture(scope="module")
-def diagnosed(tiny_model: Build, tmp_path_factory: pytest.TempPathFactory) -> Diagnose:
+def diagnosed(tiny_model: Build, few_orderings: None, tmp_path_factory: pytest.TempPathFactory) -> Diagnose:
     """diagnosed(family, plant, questions): a model with what `plant` does to it, by the command line."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,8 +1,8 @@
-"""Steps of an upgraded model in one process and in two, for test_distributed.py.
+"""Steps of an upgraded model in one process and in two, for test_distributed.py: `two_processes.py FOLDER`.
 
-`two_processes.py FOLDER CASE...`: importing transformers takes long, so one process imports it and forks the
-others. FOLDER/one-CASE.pt and FOLDER/two-CASE.pt hold the losses and the weights after STEPS steps. Under
-torchrun, `two_processes.py FOLDER CASE` is one of its processes.
+Importing transformers takes long, so one process imports it and forks the others. FOLDER/one-CASE.pt and
+FOLDER/two-CASE.pt hold the losses and the weights after STEPS steps. Under torchrun, `two_processes.py FOLDER
+CASE` is one of its processes.
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ def free_port() -> int:
 def main() -> None:
     logging.set_verbosity_error()
     folder = Path(sys.argv[1])
-    if "RANK" in os.environ:
+    if len(sys.argv) > 2:
         run(sys.argv[2], folder, "torchrun")
         return
     context = multiprocessing.get_context("fork")
-    for case in sys.argv[2:]:
+    for case in CASES:
         # The reference is one process too, so that nothing it leaves is inherited.
         started = [context.Process(target=run, args=(case, folder, "one"))]
         port = free_port()
