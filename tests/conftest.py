@@ -6,16 +6,41 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+# Before torch is imported: workers share the cores, and threads beyond them wait for each other.
+_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
+
 # A busy machine makes no test fail by the clock, and CI tries the same examples every time.
 settings.register_profile("fullrank", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("fullrank")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pictures_are_drawn_once() -> Iterator[None]:
+    """Many tests write the page of the same figures, and a picture takes a tenth of a second."""
+    try:
+        import vl_convert
+    except ImportError:
+        yield
+        return
+    draw, known = vl_convert.vegalite_to_svg, {}
+
+    def remembered(specification: dict[str, Any], **options: Any) -> str:
+        key = json.dumps([specification, options])
+        if key not in known:
+            known[key] = draw(specification, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(vl_convert, "vegalite_to_svg", remembered)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,9 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf8")
 def test_the_taste_of_python_runs() -> None:
     torch.manual_seed(0)
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    # As it stands but for the size of the vocabulary, which takes ten seconds of products.
+    assert code.count("50257") == 2
+    code = code.replace("50257", "1009")
     names: dict[str, Any] = {}
     exec(code, names)
     assert names["head"].decoder.weight.grad is not None

@@ -57,7 +57,9 @@ def test_help_and_version_import_nothing_heavy() -> None:
     assert "report" in done.stdout
 
 
-def test_demo_writes_results_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_writes_results_and_a_page_that_can_be_drawn_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(tiny(tmp_path / "run")) == 0
     printed = capsys.readouterr().out
     record, made = results.load(tmp_path / "run" / "results.json")
@@ -70,15 +72,9 @@ def test_demo_writes_results_and_page(tmp_path: Path, capsys: pytest.CaptureFixt
     for item in record.rungs:
         assert item.head in printed
         assert item.head in page
-
-
-def test_report_draws_the_page_again(tmp_path: Path) -> None:
-    assert main.run(tiny(tmp_path)) == 0
-    page = tmp_path / "report.html"
-    before = page.read_text()
-    page.unlink()
-    assert main.run(["report", str(tmp_path)]) == 0
-    assert page.read_text() == before
+    (tmp_path / "run" / "report.html").unlink()
+    assert main.run(["report", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "report.html").read_text() == page
 
 
 @pytest.mark.parametrize(
@@ -181,7 +177,7 @@ def test_a_reader_that_leaves_early_is_no_mistake() -> None:
         ["bash", "-c", f"set -o pipefail; {sys.executable} -m fullrank.cli.main diagnose --help | head -1"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stderr == ""
     assert done.stdout.startswith("usage:")

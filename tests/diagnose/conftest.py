@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,19 @@ TEXT = """The tokenizer of the tests is trained on these few lines. A model is s
 seconds, and a language is large when its log-probabilities have a high rank. She sells sea shells by the sea
 shore; the shells that she sells are sea shells, for sure. Nothing begins like the word "the" does.
 """
+
+
+@pytest.fixture(scope="module")
+def few_orderings() -> Iterator[None]:
+    """Two orderings in place of eight for the capacity: whole diagnoses ask it in passing, a second each."""
+    from fullrank.diagnose import unreachable
+
+    measure = unreachable.top_m_capacity
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            unreachable, "top_m_capacity", lambda *of, **options: measure(*of, **{**options, "samples": 2})
+        )
+        yield
 
 
 @pytest.fixture(scope="session")

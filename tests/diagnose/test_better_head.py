@@ -57,7 +57,7 @@ def by_name(found):
 
 
 def test_a_mixture_is_found_where_the_truth_is_a_mixture():
-    chosen = setting(two_softmaxes)
+    chosen = setting(two_softmaxes, (4000, 500, 1000))
     held_out = chosen.split.held_out
     scale = float(chosen.output.weight[0, 0] / WEIGHT[0, 0])
     truth = two_softmaxes(held_out.hidden * scale)

@@ -24,6 +24,8 @@ from fullrank.errors import FullrankError
 from fullrank.results import Diagnosis
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS
 
+pytestmark = pytest.mark.usefixtures("few_orderings")
+
 Build = Callable[..., Path]
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 FAST = ("loss", "spectrum", "gradient")
@@ -53,7 +55,7 @@ def directory(tiny_model: Build) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(directory: Path, text: Path) -> Diagnosis:
+def whole(directory: Path, text: Path, few_orderings: None) -> Diagnosis:
     """All eight questions."""
     return run(directory, text=[text], settings=SMALL)
 

@@ -17,6 +17,8 @@ import torch
 
 from fullrank.cli import main
 
+pytestmark = pytest.mark.usefixtures("few_orderings")
+
 Build = Callable[..., Path]
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 CODES = {
@@ -48,7 +50,7 @@ Diagnose = Callable[..., Found]
 
 
 @pytest.fixture(scope="module")
-def diagnosed(tiny_model: Build, tmp_path_factory: pytest.TempPathFactory) -> Diagnose:
+def diagnosed(tiny_model: Build, few_orderings: None, tmp_path_factory: pytest.TempPathFactory) -> Diagnose:
     """diagnosed(family, plant, questions): a model with what `plant` does to it, by the command line."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -143,8 +145,16 @@ def equal(model: Any) -> None:
     rows[DEAD] = rows[7]
 
 
-@pytest.mark.parametrize("plant", [inside, zero])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "plant"),
+    [
+        ("llama", inside),
+        ("gpt2", zero),
+        # Each defect and each family is above once; a diagnosis takes two seconds.
+        pytest.param("llama", zero, marks=pytest.mark.slow),
+        pytest.param("gpt2", inside, marks=pytest.mark.slow),
+    ],
+)
 def test_a_token_that_can_never_lead(family: str, plant: Callable[[Any], None], diagnosed: Diagnose) -> None:
     changes = {"tie_word_embeddings": False} if family == "llama" else {}
     found = diagnosed(family, plant, ("unreachable",), **changes)

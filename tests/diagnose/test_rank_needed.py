@@ -90,11 +90,16 @@ def test_a_flat_spectrum_needs_the_width():
     assert found.knee.value > 18
     assert found.still_falling
     assert found.slope.low > 0
-    # Refits repair something, and never beat the truth.
+    # Refits repair something, never beat the truth, and start at the truncation, which they return where no
+    # step helps: then the two losses differ by the rounding of fp32 means.
+    repaired = []
     for point in found.points:
         if point.refitted is not None and point.rank < 24:
-            assert found.original.value - 0.01 < point.refitted.value < point.truncated.value
+            assert point.refitted.value > found.original.value - 0.01
+            assert point.refitted.value <= point.truncated.value * (1 + 1e-6)
+            repaired.append(point.truncated.value - point.refitted.value)
         assert (point.refitted is None) == (point.learning_rate is None)
+    assert max(repaired) > 0.01
 
 
 def test_small_directions_of_the_states_are_cut_first():

@@ -263,12 +263,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("shape", "noise", "error", "most"),
     [
-        ("level", 0.02, 0.02, 0.03),
-        ("level", 0.02, None, 0.03),
+        # 300 tests of a curve take two seconds: the easier cases are slow ones.
+        pytest.param("level", 0.02, 0.02, 0.03, marks=pytest.mark.slow),
+        pytest.param("level", 0.02, None, 0.03, marks=pytest.mark.slow),
         ("plateau", 0.02, None, 0.03),
         # The hardest case: level, and scatter that the standard errors know nothing of.
         ("level", 0.03, 0.02, 0.06),
-        ("falling", 0.03, 0.02, 0.01),
+        pytest.param("falling", 0.03, 0.02, 0.01, marks=pytest.mark.slow),
     ],
 )
 def test_false_alarms_are_rare(shape: str, noise: float, error: float | None, most: float) -> None:

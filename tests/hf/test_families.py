@@ -15,8 +15,12 @@ from fullrank.hf import upgrade
 
 Make = Callable[..., Any]
 
-NAMED = ["llama", "gpt2", "gpt_neox", "opt", "gemma2", "qwen3", "mistral", "mamba"]
-OTHERS = ["gemma3", "opt projected", "rwkv", "granite", "cohere", "phi", "gptj", "bloom", "mpt", "mixtral"]
+NAMED = ["llama", "gpt2", "gpt_neox", "gemma2", "mamba"]
+# A second and a half each; their output layers are like one of the above.
+OTHERS = [
+    "opt", "qwen3", "mistral", "gemma3", "opt projected", "rwkv", "granite", "cohere", "phi", "gptj", "bloom",
+    "mpt", "mixtral",
+]  # fmt: skip
 FAMILIES = [*NAMED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
@@ -62,7 +66,7 @@ def test_loss_gradients_and_disk(
     made.eval().save_pretrained(tmp_path, max_shard_size="30KB")
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
-        assert torch.equal(again(**padded).logits, made(**padded).logits)
+        torch.testing.assert_close(again(**padded).logits, made(**padded).logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

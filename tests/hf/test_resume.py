@@ -102,6 +102,7 @@ def one_thread() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow(reason="10 s, most of them imports; a crash at any step, below, needs no other process")
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     left = killed(tmp_path, 3, 0)
     assert max(left, default=0) > 0

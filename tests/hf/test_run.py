@@ -58,7 +58,8 @@ def outcome(place: Path) -> tuple[Any, bytes]:
     return (record.head, fits, tried, record.training.gain), model.read_bytes() if model.exists() else b""
 
 
-@pytest.mark.parametrize("flags", [[], ["--unfreeze"]])
+# The whole model's training has its own test of a kill; twice two more runs take four seconds.
+@pytest.mark.parametrize("flags", [[], pytest.param(["--unfreeze"], marks=pytest.mark.slow)])
 def test_a_failed_write_loses_no_training(
     flags: list[str], saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,13 @@ def test_modes_and_gradients_are_the_originals(tiny_model: Make) -> None:
     assert made.generation_config.eos_token_id == model.generation_config.eos_token_id
 
 
+def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    """To the bit, which is what the disk must keep; products of them may be blocked otherwise."""
+    expected = other.state_dict()
+    assert one.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in one.state_dict().items())
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("head", ["mos", "sigsoftmax", "plif", "pointer"])
 def test_half_precision(head: str, tiny_model: Make, ids: Tensor, tmp_path: Path) -> None:
@@ -178,7 +185,11 @@ def test_half_precision(head: str, tiny_model: Make, ids: Tensor, tmp_path: Path
     made.save_pretrained(tmp_path)
     again = FullrankForCausalLM.from_pretrained(tmp_path)
     assert again.dtype == torch.bfloat16
-    assert torch.equal(log_probs(again, ids), found)
+    same_weights(again, made)
+    # How a processor cuts a bf16 product into blocks depends on where the weights lie in memory: each sum is
+    # rounded to bf16, so one step of it at the size of the log-probabilities is all that may come between.
+    step = torch.finfo(torch.bfloat16).eps * float(found.abs().max())
+    torch.testing.assert_close(log_probs(again, ids), found, atol=step, rtol=0)
     # Not much further from the truth than the original is in that precision.
     assert float((exact.exp() * (exact - found)).sum(-1).mean()) < 2 * error + 1e-4
 
@@ -216,7 +227,8 @@ def test_upgrade_save_load(tiny_model: Make, ids: Tensor, tmp_path: Path) -> Non
     made = upgrade(tiny_model("gemma2"), "trunk", components=3, private=5)
     made.save_pretrained(tmp_path)
     again = FullrankForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(log_probs(again, ids), log_probs(made, ids))
+    same_weights(again, made)
+    torch.testing.assert_close(log_probs(again, ids), log_probs(made, ids))
     assert again.config.origin == made.config.origin
     assert again.config.softcap == 5.0
     assert again.generation_config.to_dict() == made.generation_config.to_dict()

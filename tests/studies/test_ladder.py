@@ -9,10 +9,10 @@ from fullrank.errors import FullrankError
 from fullrank.studies import ladder
 
 SMALL = ladder.Config(
-    contexts=64,
-    vocabulary=32,
-    rank=12,
-    width=4,
+    contexts=32,
+    vocabulary=16,
+    rank=6,
+    width=2,
     components=4,
     steps=300,
     seed=3,
@@ -34,29 +34,29 @@ def test_language_has_the_rank_it_claims(rank: int, contexts: int, vocabulary: i
 
 
 def test_a_width_that_suffices_is_refused() -> None:
-    with pytest.raises(FullrankError, match="--width 12 holds no softmax back"):
-        dataclasses.replace(SMALL, width=12)
+    with pytest.raises(FullrankError, match="--width 6 holds no softmax back"):
+        dataclasses.replace(SMALL, width=6)
 
 
 def test_ladder_breaks_the_bottleneck() -> None:
     shares: list[float] = []
     record = ladder.run(SMALL, lambda label, share: shares.append(share))
     assert shares == sorted(shares)
-    assert record.least_rank == 12
+    assert record.least_rank == 6
     by_name = {(item.head, item.width): item for item in record.rungs}
     softmax = [item for item in record.rungs if item.head == "softmax"]
-    assert [item.width for item in softmax] == [4, 8, 12, 16]
+    assert [item.width for item in softmax] == [2, 4, 6, 8]
     for item in softmax:
         assert item.kl >= item.floor
         assert item.least_rank <= item.width
     assert softmax[0].floor > softmax[1].floor > 0.01
     assert softmax[2].floor < 1e-9
     # Mixing contexts stays under the width and so above the floor; mixing distributions does not.
-    assert by_name["moc", 4].least_rank <= 4
-    assert by_name["moc", 4].kl >= softmax[0].floor
-    assert by_name["mos", 4].least_rank > 12
-    assert by_name["mos", 4].kl < softmax[0].floor
-    assert by_name["trunk", 4].kl < softmax[0].floor
+    assert by_name["moc", 2].least_rank <= 2
+    assert by_name["moc", 2].kl >= softmax[0].floor
+    assert by_name["mos", 2].least_rank > 6
+    assert by_name["mos", 2].kl < softmax[0].floor
+    assert by_name["trunk", 2].kl < softmax[0].floor
 
 
 @pytest.mark.slow

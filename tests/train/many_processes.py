@@ -1,4 +1,4 @@
-"""Runs of one and of two processes side by side, for test_processes.py: `many_processes.py FOLDER`.
+"""Runs of one and of two processes side by side, for test_processes.py: `many_processes.py FOLDER CASE...`.
 
 Importing torch and accelerate takes long, so one process imports them and forks the others. All in fp64,
 where what is left between one process and two is the order of a few sums.
@@ -82,6 +82,10 @@ CASES = {
     "split-averaged": Case("awd-lstm", "mos", (*_LSTM, *_UNTIED, *_AVERAGED), vocab_parallel=True),
 }  # fmt: skip
 RELAYS = ("mos", "averaged", "fsdp-mos", "fsdp-averaged", "split-sigsoftmax", "split-mos", "split-averaged")
+QUICK = ("mos", "fsdp-transformer", "fsdp-averaged", "split-averaged")
+"""Each way to share a model, each optimiser and each body once."""
+QUICK_RELAYS = ("split-averaged",)
+QUICK_HEADS = ("trunk", "facets", "pointer")
 TIED_HEADS = ("moss", "trunk", "doc", "mixtape", "facets", "plif", "low_rank", "moc", "pointer")
 """Every other head takes a few steps on two processes, to see that all its parameters get gradients."""
 
@@ -151,8 +155,8 @@ def refusals(folder: Path) -> None:
         loop.train(own, options(folder, "wrong", "seed", case, PROCESSES))
 
 
-def every_head(folder: Path) -> None:
-    for head in TIED_HEADS:
+def every_head(folder: Path, names: tuple[str, ...]) -> None:
+    for head in names:
         settings = [*_LSTM, "steps=1", "evaluate_every=1", "head.components=4", "head.private=2"]
         case = Case("awd-lstm", head, tuple(settings))
         outcome = loop.train(case.config(), options(folder, "heads", head, case, PROCESSES))
@@ -193,16 +197,24 @@ class InStep:
         self.looks += 1
 
 
-def alone(folder: Path, phase: int) -> None:
+def heads(cases: list[str]) -> tuple[str, ...]:
+    return TIED_HEADS if len(cases) == len(CASES) else QUICK_HEADS
+
+
+def relays(cases: list[str]) -> tuple[str, ...]:
+    return RELAYS if len(cases) == len(CASES) else QUICK_RELAYS
+
+
+def alone(folder: Path, phase: int, cases: list[str]) -> None:
     _ready()
-    for name in CASES:
-        if phase == 0 and reference(name) == name:
-            run(folder, "one", name, 1)
-        if name in RELAYS:
+    for name in dict.fromkeys(map(reference, cases)) if phase == 0 else ():
+        run(folder, "one", name, 1)
+    for name in cases:
+        if name in relays(cases):
             run(folder, "relay", name, 1, stop=FIRST if phase == 0 else None)
 
 
-def together(folder: Path, phase: int, rank: int) -> None:
+def together(folder: Path, phase: int, rank: int, cases: list[str]) -> None:
     _ready()
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES),
@@ -211,20 +223,20 @@ def together(folder: Path, phase: int, rank: int) -> None:
     between.GRACE = 0.0
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder / f'meeting-{phase}'}", rank=rank, world_size=PROCESSES,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),
     )  # fmt: skip
     look = InStep()
     loop.Session._checkpoint = lambda session: look(session)  # type: ignore[method-assign]
-    for name in CASES:
+    for name in cases:
         if phase == 0:
             run(folder, "two", name, PROCESSES)
-        elif name in RELAYS:
+        elif name in relays(cases):
             run(folder, "relay", name, PROCESSES, stop=SECOND)
     if phase == 0:
         refusals(folder)
-        every_head(folder)
+        every_head(folder, heads(cases))
         dropped(folder)
-        assert look.looks > 3 * len(CASES)
+        assert look.looks > 3 * len(cases)
     distributed.barrier()
     distributed.destroy_process_group()
 
@@ -236,7 +248,7 @@ def _ready() -> None:
     learner.build = lambda config, vocab: build(config, vocab).double()  # type: ignore[assignment]
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, cases: list[str]) -> int:
     import accelerate  # noqa: F401
     import safetensors.torch  # noqa: F401
     from transformers import GPTNeoXModel  # noqa: F401
@@ -246,9 +258,9 @@ def main(folder: Path) -> int:
     write_text(folder / "text")
     fork = multiprocessing.get_context("fork")
     phases: list[list[tuple[Any, tuple[Any, ...]]]] = [
-        [(alone, (folder, 0)), *((together, (folder, 0, rank)) for rank in range(PROCESSES))],
-        [(together, (folder, 1, rank)) for rank in range(PROCESSES)],
-        [(alone, (folder, 2))],
+        [(alone, (folder, 0, cases)), *((together, (folder, 0, rank, cases)) for rank in range(PROCESSES))],
+        [(together, (folder, 1, rank, cases)) for rank in range(PROCESSES)],
+        [(alone, (folder, 2, cases))],
     ]
     for phase in phases:
         started = [fork.Process(target=target, args=arguments) for target, arguments in phase]
@@ -264,4 +276,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

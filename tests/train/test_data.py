@@ -276,7 +276,7 @@ def start(source: Path, cache: Path, pause: float) -> subprocess.Popen[str]:
 def test_a_killed_build_leaves_no_half_corpus(tmp_path: Path) -> None:
     source, cache = three(tmp_path / "text"), tmp_path / "cache"
     with start(source, cache, 600) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (cache / "waiting").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)

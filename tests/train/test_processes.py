@@ -46,13 +46,11 @@ def wait(parent: subprocess.Popen[bytes], seconds: float = SECONDS) -> int | Non
     return code
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
+def trained(folder: Path, cases: tuple[str, ...]) -> Path:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "said.txt").open("w") as said:
         parent = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder)], env=environment, stdout=said, stderr=said,
+            [sys.executable, str(SCRIPT), str(folder), *cases], env=environment, stdout=said, stderr=said,
             start_new_session=True,
         )  # fmt: skip
     code = wait(parent)
@@ -60,6 +58,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert code == 0, f"exit code {code}\n{said}"
     assert not said
     return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("runs"), many.QUICK)
+
+
+@pytest.fixture(scope="module")
+def every_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case, not only the quick ones: the slow tier's."""
+    return trained(tmp_path_factory.mktemp("every_run"), tuple(many.CASES))
 
 
 def lines(run: Path, *events: str) -> list[dict[str, Any]]:
@@ -98,21 +107,37 @@ def compare(run: Path, expected: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("name", many.CASES)
+@pytest.mark.parametrize("name", many.QUICK)
 def test_two_processes_learn_what_one_does(runs: Path, name: str) -> None:
     compare(runs / "two" / name, runs / "one" / many.reference(name))
     assert lines(runs / "two" / name, "start")[0]["processes"] == 2
 
 
-@pytest.mark.parametrize("name", many.RELAYS)
+@pytest.mark.parametrize("name", many.QUICK_RELAYS)
 def test_a_run_goes_from_one_process_to_two_and_back(runs: Path, name: str) -> None:
     compare(runs / "relay" / name, runs / "one" / many.reference(name))
     assert [line["processes"] for line in lines(runs / "relay" / name, "start")] == [1, 2, 1]
 
 
+@pytest.mark.slow(reason="18 runs take a minute; the quick ones have each part once")
+def test_every_case_and_relay_learns_what_one_process_does(every_run: Path) -> None:
+    for name in many.CASES:
+        compare(every_run / "two" / name, every_run / "one" / many.reference(name))
+    for name in many.RELAYS:
+        compare(every_run / "relay" / name, every_run / "one" / many.reference(name))
+        assert [line["processes"] for line in lines(every_run / "relay" / name, "start")] == [1, 2, 1]
+    for head in many.TIED_HEADS:
+        assert lines(every_run / "heads" / head, "end")[-1]["reason"] == "finished"
+    check_that_runs_differ(every_run, tuple(many.CASES))
+
+
 def test_the_comparison_sees_what_it_should(runs: Path) -> None:
+    check_that_runs_differ(runs, many.QUICK)
+
+
+def check_that_runs_differ(runs: Path, cases: tuple[str, ...]) -> None:
     """The runs above learn, clip, carry a state and average: else equal numbers would mean little."""
-    for name in filter(lambda name: many.reference(name) == name, many.CASES):
+    for name in dict.fromkeys(map(many.reference, cases)):
         trained = lines(runs / "one" / name, "train")
         first = many.build(many.CASES[name].config(), lines(runs / "one" / name, "start")[0]["vocabulary"])
         learnt = last(runs / "one" / name).groups["model"]
@@ -134,7 +159,7 @@ def test_the_comparison_sees_what_it_should(runs: Path) -> None:
 
 
 def test_tied_weights_stay_one_parameter(runs: Path) -> None:
-    for name in ("fsdp-mos", "fsdp-transformer"):
+    for name in ("fsdp-averaged", "fsdp-transformer"):
         groups = last(runs / "two" / name).groups
         assert "body.embedding.weight" in groups["model"]
         assert "head.decoder.weight" not in groups["model"]
@@ -147,8 +172,8 @@ def test_monitors_see_the_whole_model(runs: Path) -> None:
     assert own["head_effective_rank"] == pytest.approx(reference["head_effective_rank"], rel=1e-6)
 
 
-def test_every_head_trains_on_two_processes(runs: Path) -> None:
-    for head in many.TIED_HEADS:
+def test_heads_train_on_two_processes(runs: Path) -> None:
+    for head in many.QUICK_HEADS:
         assert lines(runs / "heads" / head, "end")[-1]["reason"] == "finished"
 
 
@@ -207,6 +232,7 @@ def workers(parent: int) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.slow(reason="a launcher and two workers import torch for 14 s; relays above stop by SIGTERM too")
 def test_sigterm_to_the_launcher_saves_and_stops_both(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with launched(text, run, "--set", "steps=100000") as parent:

@@ -1,0 +1,59 @@
+"""The check of the lock fails with a sentence for each package that is not the locked one."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "lock.py"
+_specification = importlib.util.spec_from_file_location("lock", SCRIPT)
+assert _specification is not None
+assert _specification.loader is not None
+lock = importlib.util.module_from_spec(_specification)
+_specification.loader.exec_module(lock)
+
+LOCK = f"""# Why.
+numpy==2.4.6
+torch==2.13.0
+triton==3.7.1 ; platform_system == "Nowhere"
+
+{lock.OPTIONAL}faiss-cpu==1.15.1
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What is installed, as far as the script can see."""
+    (tmp_path / "constraints.txt").write_text(LOCK)
+    found = {"numpy": "2.4.6", "torch": "2.13.0"}
+    monkeypatch.setattr(lock, "LOCK", tmp_path / "constraints.txt")
+    monkeypatch.setattr(lock, "installed", lambda: found)
+    return found
+
+
+def test_the_locked_environment_has_no_complaint(here: dict[str, str]) -> None:
+    assert lock.complaints() == []
+    here["faiss-cpu"] = "1.15.1"
+    assert lock.complaints() == []
+
+
+def test_another_version_a_stranger_and_a_gap_are_named(here: dict[str, str]) -> None:
+    here |= {"numpy": "2.4.7", "stranger": "1.0"}
+    del here["torch"]
+    assert lock.complaints() == [
+        "numpy 2.4.7 is installed and the lock has numpy==2.4.6",
+        "stranger 1.0 is installed and the lock has nothing of it",
+        "the lock has torch==2.13.0 and it is not installed",
+    ]
+
+
+def test_writing_keeps_comments_markers_and_what_is_optional(here: dict[str, str]) -> None:
+    here |= {"faiss-cpu": "1.15.1", "numpy": "2.5.0", "triton": "3.7.1"}
+    lock.write()
+    assert lock.LOCK.read_text() == LOCK.replace("2.4.6", "2.5.0")
+    assert lock.complaints() == []
+
+
+def test_builds_of_torch_are_one_version_and_bring_packages_of_their_own() -> None:
+    assert "+" not in lock.installed().get("torch", "")
+    assert not any(name.startswith(("nvidia-", "cuda-")) for name in lock.installed())
