@@ -60,7 +60,6 @@ def states_for(head: CacheHead, *, time: int = TIME, gradient: bool = False) -> 
 
 def base_scores(head: CacheHead, states: list[Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the base and its normaliser, from the definitions of each kind."""
-    head._share()
     log_probs = head.base(states, context=ids)
     normaliser = torch.zeros(log_probs.shape[:-1], dtype=torch.float64)
     if hasattr(head.base, "rows") and not head.normalised:
@@ -284,7 +283,6 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_remembered_leaves_the_base() -> None:
     head = make("mos")
     states = states_for(head)
-    head._share()
     torch.testing.assert_close(head(states, context=IDS)[:, 0], head.base(states)[:, 0])
     nowhere = torch.full_like(IDS, -1)
     torch.testing.assert_close(head(states, context=nowhere), head.base(states))
@@ -303,7 +301,6 @@ def test_a_target_that_was_never_seen() -> None:
     states = states_for(head)
     never = torch.full_like(IDS, 6)
     losses = head(states, never, context=IDS, reduction="none")
-    head._share()
     assert bool((losses[:, 1:] > head.base(states, never, reduction="none")[:, 1:]).all())
     assert bool(torch.isneginf(head.cache_only(states, context=IDS)[..., 6]).all())
     losses.sum().backward()
@@ -336,7 +333,6 @@ def test_equal_components_give_what_one_of_them_gives() -> None:
 def test_a_light_memory_is_the_base_and_a_heavy_one_the_memory() -> None:
     head = make()
     states = states_for(head)
-    head._share()
     with torch.no_grad():
         head.memory_weight.fill_(-60.0)
         torch.testing.assert_close(head(states, context=IDS), head.base(states))

@@ -145,7 +145,7 @@ def solve(name: str, rank: int, size: int, group: Any) -> dict[str, Any]:
     out["ignored"] = ignored
     out["first"] = {key: value.detach().clone() for key, value in plain.first.state_dict().items()}
     out["state"] = full_state(head)
-    out["shard"] = (head.start, head.stop, tuple(head.inner.decoder.weight.shape))
+    out["shard"] = (head.start, head.stop, tuple(head.decoder.weight.shape))
     # Back through a plain head, and into a head that held something else.
     whole = unshard(head)
     out["whole log_probs"] = whole(plain.states(own["features"])).detach()
@@ -348,8 +348,8 @@ def test_clipping_agrees_with_torch():
 
 def test_shards_are_uneven_and_hidden_from_data_parallel(done):
     assert [part["mos"]["shard"] for part in done[3]] == [(0, 4, (4, D)), (4, 8, (4, D)), (8, 11, (3, D))]
-    assert done[3][0]["mos"]["ignored"] == ["head.inner.decoder.weight", "head.inner.decoder.bias"]
-    assert done[2][0]["moc"]["ignored"] == ["head.inner.decoder.weight"]
+    assert done[3][0]["mos"]["ignored"] == ["head.decoder.weight", "head.decoder.bias"]
+    assert done[2][0]["moc"]["ignored"] == ["head.decoder.weight"]
 
 
 def test_dropout_drops_the_same_entries_everywhere(done):
@@ -440,14 +440,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
 def test_frozen_rows_stay_frozen():
     head = Model("mos", seed=0).head
     head.decoder.requires_grad_(False)
-    assert not any(parameter.requires_grad for parameter in shard(head).inner.decoder.parameters())
-
-
-def test_row_skipping_is_refused():
-    head = shard(build("mos", hidden=H, vocab=V, components=3))
-    head.inner.row_skip = 0.01
-    with pytest.raises(FullrankError, match=r"row_skip=0.01 is not served with W split.* row_skip to 0"):
-        head(torch.zeros(2, H), torch.zeros(2, dtype=torch.long))
+    assert not any(parameter.requires_grad for parameter in shard(head).decoder.parameters())
 
 
 if __name__ == "__main__":
