@@ -126,7 +126,7 @@ def test_a_run_with_it_is_diagnosed(run: Path, tmp_path: Path) -> None:
 
 
 def test_question_six_fits_it() -> None:
-    """On a text where every other token is drawn at another temperature, which no softmax of the width says."""
+    """On a text of two temperatures, which no softmax of the width says."""
     from fullrank.diagnose import better_head, frozen
     from fullrank.diagnose.output_layer import OutputLayer
 

@@ -112,6 +112,13 @@ def train(model: nn.Module, data: dict[str, Tensor], plain: nn.Module) -> dict[s
     loss.backward()
     out["sum"] = loss.detach()
     out["sum gradients"] = gradients_of(plain)
+    plain.zero_grad()
+    loss, log_prior = model(data["features"], data["targets"], return_prior=True)
+    if log_prior is not None:
+        loss = loss + log_prior.exp().sum(0).var()
+    loss.backward()
+    out["prior"] = log_prior if log_prior is None else log_prior.detach()
+    out["balanced gradients"] = gradients_of(plain)
     optimiser = torch.optim.SGD(plain.parameters(), lr=RATE, momentum=0.9)
     losses = []
     for step in range(STEPS):
@@ -289,7 +296,7 @@ def test_losses_are_those_of_the_global_batch(done, alone, name, size):
 
 
 @every_case
-@pytest.mark.parametrize("kind", ["mean", "sum", "none", "clipped"])
+@pytest.mark.parametrize("kind", ["mean", "sum", "none", "balanced", "clipped"])
 def test_gradients_are_those_of_one_process(done, alone, name, size, kind):
     parts, (want, _) = [part[name] for part in done[size]], alone[name, size]
     key = kind if kind == "clipped" else f"{kind} gradients"
@@ -300,6 +307,17 @@ def test_gradients_are_those_of_one_process(done, alone, name, size, kind):
         else:
             for one in each:
                 same(one, gradient)
+
+
+@every_case
+def test_the_prior_is_that_of_the_tokens_of_all_processes(done, alone, name, size):
+    want, model = alone[name, size]
+    assert (want["prior"] is not None) is model.head.mixture
+    for part in done[size]:
+        if want["prior"] is None:
+            assert part[name]["prior"] is None
+        else:
+            same(part[name]["prior"], want["prior"])
 
 
 @every_case

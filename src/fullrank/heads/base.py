@@ -294,8 +294,8 @@ class Head(nn.Module, ABC):
         """Log-probabilities [..., V] without targets; with targets [...] the loss, as `mixture_nll` has it.
 
         `context` [...] are the input ids under the states, for a head with `needs_context`; others ignore it.
-        With `return_stats` a tuple of the loss and `TokenStats`; with `return_prior` the log prior [tokens, K]
-        of a mixture comes last. `more` is for a head that takes more, as a cache does memory.
+        With `return_stats` a tuple of the loss and `TokenStats`; with `return_prior` the log prior
+        [tokens, K] of a mixture comes last. `more` is for a head that takes more, as a cache does memory.
         """
         states = self._checked(hidden, targets, context)
         if targets is None:

@@ -36,7 +36,7 @@ def mixed_nll(nll: Tensor, log_prior: Tensor) -> Tensor:
     hopeless = torch.isneginf(joint).all(1)
     far = -torch.logsumexp(torch.where(hopeless[:, None], 0.0, joint), 1)
     # Where the target has most of the probability, from what the others have.
-    likely = far.detach() < 0.5
+    likely = (far.detach() < 0.5) & ~hopeless
     near = torch.where(likely[:, None], nll, 1.0)
     missing = (log_prior.exp() * -torch.expm1(-near)).sum(1)
     close = -torch.log1p(-torch.where(likely, missing, 0.5))

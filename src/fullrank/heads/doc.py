@@ -64,8 +64,8 @@ class DirectOutputConnection(MixtureHead):
         contexts = settings.get("contexts") or ((components - lower, lower) if lower else (components,))
         if len(contexts) > len(widths):
             raise FullrankError(
-                f"doc got contexts={contexts} for {len(contexts)} layers and the body has {len(widths)}: give "
-                "one number a layer, the last layer first"
+                f"doc got contexts={contexts} for {len(contexts)} layers and the body has {len(widths)}: "
+                "give one number a layer, the last layer first"
             )
         layers = tuple(zip(widths, contexts, strict=False))
         return {**super().options_for(settings, widths), "layers": layers}

@@ -10,8 +10,8 @@ prior is the product of the gates on its path, gate to the left and 1 - gate to 
 
 Gate sharing: rare tokens share the gates sigmoid(u_k . g + s_k). Their priors do not depend on x, so the rare
 tail is a softmax of one mean context, which the fused primitive scores; the frequent tokens are scored in
-pieces, and the two parts meet in their odds (`confident.py`). `frequent` says which tokens have gates of their own: the first
-so many ids, a sequence of ids, or None for all.
+pieces, and the two parts meet in their odds (`confident.py`). `frequent` says which tokens have gates of
+their own: the first so many ids, a sequence of ids, or None for all.
 
 Parameters, with G = gate_width and F frequent tokens: V D + K H D + (K - 1)(G H + H + F) + F G, + K - 1 for s
 where F < V, + V with a bias.

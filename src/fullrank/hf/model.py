@@ -83,10 +83,8 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         self._skip_keys_device_placement = self.model._skip_keys_device_placement
         self._tied_weights_keys = {TIED: f"model.{embedding_name(self.model)}"}
         # Wherever scores are bent, a shift of them all counts, and bf16 cannot hold a large one exactly.
-        here = {name for name, _ in self.lm_head.named_parameters()}
-        self._keep_in_fp32_modules_strict = [
-            f"lm_head.{name}" for name in self.lm_head.precise if name in here
-        ]
+        kept = [name for name, _ in self.lm_head.named_parameters() if name in self.lm_head.precise]
+        self._keep_in_fp32_modules_strict = [f"lm_head.{name}" for name in kept]
         for part in (body, self.lm_head):
             # What has its values is not drawn anew; on the meta device nothing has.
             for module in part.modules() if part is not None else ():

@@ -4,12 +4,12 @@
 
 The probe of `diagnose.anatomy` finds what the original does after its last state h: logits = W h + b, scaled
 or soft-capped. The new head takes W and b as they are, the same tensors, tied where they were tied; the scale
-is put on the state, the cap on the scores. What the head owns beyond W starts so that it changes nothing: how,
-and whether exactly or nearly, the head says (`Head.start_options`, `start_from`, `starts_exactly`). Gates are
-random, drawn for states of unit size, and divided by the size of the model's states: a mixture of equal
-components is the original whatever its prior. `config.origin` keeps the name of the original, the mean KL of
-the start from it in nats, and the largest difference of a log-probability, both on random tokens. What
-squeezes its contexts by tanh, mixtape and `as_published` mixtures, cannot start as the original and is refused.
+is put on the state, the cap on the scores. What the head owns beyond W starts so that it changes nothing:
+how, and whether exactly or nearly, the head says (`Head.start_options`, `start_from`, `starts_exactly`).
+Gates are random, drawn for states of unit size, and divided by the size of the model's states: a mixture of
+equal components is the original whatever its prior. `config.origin` keeps the name of the original, the mean
+KL of the start from it in nats, and the largest difference of a log-probability, both on random tokens. What
+squeezes its contexts by tanh, mixtape and `as_published` mixtures, cannot start as the original: refused.
 """
 
 from __future__ import annotations
