@@ -214,7 +214,7 @@ def test_auto_tries_bent_heads_over_a_soft_cap_too(text: Path, tmp_path: Path) -
     found = run.run(loaded, "auto", train=[text], settings=settings, cache=tmp_path / "states")
     assert found.record.training is not None
     reasons = {one.head: one.reason for one in found.record.training.candidates}
-    assert set(reasons) == set(choose.AUTO)
+    assert set(reasons) == set(choose.candidates())
     assert not any(reasons.values())
 
 

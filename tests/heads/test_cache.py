@@ -370,6 +370,29 @@ def test_w_is_one_matrix_under_one_name() -> None:
     assert embedding.weight.grad is not None
 
 
+def test_weights_saved_by_version_0_1_are_found_by_their_names() -> None:
+    head = make("mos", bias=True, maps=True)
+    saved = {
+        "decoder.weight": (V, H), "decoder.bias": (V,), "memory_weight": (),
+        "base.contexts.gate.weight": (3, H), "base.contexts.differences.0.weight": (3 * H, H),
+        "base.contexts.differences.0.bias": (3 * H,),
+        "query.weight": (H, H), "query.bias": (H,), "key.weight": (H, H), "key.bias": (H,),
+    }  # fmt: skip
+    head.load_state_dict({name: torch.randn(shape) for name, shape in saved.items()})
+    assert {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()} == saved
+
+
+def test_the_base_reads_whatever_matrix_the_cache_holds() -> None:
+    """Libraries wrap a layer to save it: the base must not go on with what it was built with."""
+    head = make("mixtape")
+    states = states_for(head)
+    before = head(states, context=IDS)
+    wrapped = torch.nn.Linear(H, V, bias=False).double()
+    head.decoder = wrapped
+    assert head.base.decoder is wrapped
+    assert not torch.allclose(head(states, context=IDS), before, atol=1e-3)
+
+
 def test_arguments_and_options_that_cannot_be() -> None:
     head = make()
     states = states_for(head)
