@@ -455,6 +455,15 @@ def test_a_state_that_does_not_fit_changes_nothing():
         assert torch.equal(value, before[name])
 
 
+def test_the_names_of_version_0_1_are_loaded():
+    head, other = (shard(Model("mos", seed=seed).head) for seed in (0, 1))
+    older = {name.replace("decoder.", "inner.decoder."): value for name, value in head.state_dict().items()}
+    assert "inner.decoder.weight" in older
+    other.load_state_dict(older)
+    for name, value in full_state(head).items():
+        assert torch.equal(full_state(other)[name], value)
+
+
 def test_frozen_rows_stay_frozen():
     head = Model("mos", seed=0).head
     head.decoder.requires_grad_(False)

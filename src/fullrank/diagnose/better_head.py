@@ -8,6 +8,7 @@ same number of learning rates tried, same stopping rule, each starting as the mo
     mos, trunk      K rows h + M_k h + m_k with a gate (trunk: only the last quarter of a row differs)
     sigsoftmax      as softmax, with f(z) = z + logsigmoid(z) and a trained offset of the scores
     moss            as mos, with that f
+    any other       that says of itself that it is worth trying (`candidates`)
 
 A gain is the loss of the control minus the head's, token by token on held-out text, so that text which is
 hard for both cancels. It says what a head buys this body, frozen, after a short fit; not what a body trained
@@ -35,10 +36,10 @@ CONTROLS = ("softmax", "softmax_equal")
 
 
 def candidates() -> tuple[str, ...]:
-    """Heads that are worth trying and whose own parameters make rows: a function of the scores that is
-    trained as well, as plif's, is not fitted here."""
-    worth = [name for name, head in HEADS.items() if head.worth_trying and head.splits]
-    return tuple(name for name in worth if _sketch(name).pointwise.trained is None)
+    """Heads that are worth trying, read one layer, and whose own parameters make rows: a function of the
+    scores that is trained as well, as plif's, is not fitted here."""
+    worth = [(name, _sketch(name)) for name, head in HEADS.items() if head.worth_trying and head.splits]
+    return tuple(name for name, head in worth if head.pointwise.trained is None and head.states == 1)
 
 
 class Perceptron(nn.Module):
@@ -78,6 +79,7 @@ class Rows(nn.Module):
 
     def __init__(self, head: RowHead) -> None:
         super().__init__()
+        # `frozen` holds W, and counts and trains what is here.
         head.register_module("decoder", None)
         self.head = head
 

@@ -111,6 +111,7 @@ class VocabParallelHead(Head):
         self.start, self.stop = start, stop
         self.inner = inner
         self.stand_on(inner)
+        self.register_load_state_dict_pre_hook(_take_older_names)
 
     def own_rows(self, whole: Tensor) -> Tensor:
         """This process's part of [V, ...]."""
@@ -203,6 +204,12 @@ class VocabParallelHead(Head):
             if rank == self.rank:
                 own = whole
         return own.view(*states[0].shape[:-1], self.vocab)
+
+
+def _take_older_names(head: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Version 0.1 kept a process's rows of W with the inner head."""
+    for name in [name for name in state if name.startswith(f"{prefix}inner.decoder.")]:
+        state[name.replace("inner.decoder.", "decoder.", 1)] = state.pop(name)
 
 
 def _some_rows(whole: nn.Linear, start: int, stop: int) -> nn.Linear:
