@@ -184,7 +184,7 @@ def test_the_whole_model_can_be_trained(upgraded: Run, text: Path, model: Path, 
 def test_auto_says_when_no_head_is_worth_it(
     upgraded: Run, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(choose, "AUTO", ("mos", "plif"))
+    monkeypatch.setattr(choose, "candidates", lambda: ("mos", "plif"))
     monkeypatch.setattr(fit, "worth_it", lambda record: False)
     out = upgraded("--head", "auto", "--train", str(text), *SMALL)
     assert left(out) == ["report.html", "results.json"]
