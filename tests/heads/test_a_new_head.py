@@ -139,10 +139,10 @@ def test_question_six_fits_it() -> None:
         targets = torch.multinomial(torch.softmax(sharp * hidden @ weight.T, 1), 1, generator=draw)[:, 0]
         return frozen.Tokens(hidden=hidden, targets=targets, blocks=torch.arange(count) // 20)
 
-    split = frozen.Split(fit=tokens(3000), choose=tokens(500), held_out=tokens(1500))
+    split = frozen.Split(fit=tokens(1500), choose=tokens(300), held_out=tokens(600))
     setting = frozen.setting(OutputLayer(weight=weight, tokens=32), split)
     assert NAME in better_head.candidates()
-    found = better_head.better_head(setting, heads=(NAME,), rates=(0.5,), epochs=12, seeds=1)
+    found = better_head.better_head(setting, heads=(NAME,), rates=(0.5,), epochs=6, seeds=1)
     fit = next(one for one in found.fits if one.head == NAME)
     assert fit.components == 2
     assert found.best == NAME
