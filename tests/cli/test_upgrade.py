@@ -184,7 +184,7 @@ def test_the_whole_model_can_be_trained(upgraded: Run, text: Path, model: Path, 
 def test_auto_says_when_no_head_is_worth_it(
     upgraded: Run, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(choose, "AUTO", ("mos", "plif"))
+    monkeypatch.setattr(choose, "candidates", lambda: ("mos", "plif"))
     monkeypatch.setattr(fit, "worth_it", lambda record: False)
     out = upgraded("--head", "auto", "--train", str(text), *SMALL)
     assert left(out) == ["report.html", "results.json"]
@@ -214,7 +214,7 @@ def test_auto_tries_bent_heads_over_a_soft_cap_too(text: Path, tmp_path: Path) -
     found = run.run(loaded, "auto", train=[text], settings=settings, cache=tmp_path / "states")
     assert found.record.training is not None
     reasons = {one.head: one.reason for one in found.record.training.candidates}
-    assert set(reasons) == set(choose.AUTO)
+    assert set(reasons) == set(choose.candidates())
     assert not any(reasons.values())
 
 

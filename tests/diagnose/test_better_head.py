@@ -133,15 +133,14 @@ def test_every_head_starts_as_the_model():
     chosen = setting(one_softmax, (300, 100, 200))
     held_out = chosen.split.held_out
     original = chosen.output.losses(held_out.hidden, held_out.targets)
-    for name in (*module.CONTROLS, *module.HEADS):
-        contexts = module._contexts(name, D, 3)
-        bent = name in ("sigsoftmax", "moss")
+    for name in (*module.CONTROLS, *module.candidates()):
+        contexts, offsets = module._contexts(name, D, 3), module._offsets(name)
         head = frozen.Frozen(
             chosen.output,
             chosen.trained_rows,
             contexts,
-            module.SIGSOFTMAX if bent else chosen.output.pointwise,
-            max(module.OFFSETS) if bent else None,
+            module._pointwise(name) or chosen.output.pointwise,
+            offsets[-1] if offsets else None,
         )
         losses = head.exact_losses(held_out, 1 << 20)
         torch.testing.assert_close(losses, original, rtol=1e-4, atol=1e-4, msg=name)

@@ -60,6 +60,11 @@ class Case:
     smooth: dict[str, Any] = field(default_factory=dict)
     """Options without which rounding may change a choice, and the distribution by a step."""
 
+    @property
+    def mixed_by_the_primitive(self) -> bool:
+        """Whether several rows a token are mixed in `ops.mixture_nll`, or are a cache's base."""
+        return self.name in ("mos", "moss", "trunk", "doc") or "base" in self.options
+
     def build(self, *, vocab: int = V, seed: int = 0, warm: bool = True, **changed: Any) -> Head:
         """The head; `warm` moves every parameter off its start, where mixtures have equal components."""
         torch.manual_seed(seed)
@@ -213,3 +218,30 @@ def cases() -> dict[str, Case]:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def component() -> Callable[..., Tensor]:
+    """The distribution [V] of one context [D] through a head's W, from exponentials."""
+
+    def one(head: Head, context: Tensor, *, sigmoid: bool = False) -> Tensor:
+        scores = head.decoder.weight @ context
+        if head.decoder.bias is not None:
+            scores = scores + head.decoder.bias
+        mass = scores.exp() * torch.sigmoid(scores) if sigmoid else scores.exp()
+        return mass / mass.sum()
+
+    return one
+
+
+@pytest.fixture
+def rank_of() -> Callable[..., int]:
+    """Rank of a head's log-probabilities, 60 states by 40 tokens, less what shifts of rows may choose."""
+
+    def rank(case: Case, **options: Any) -> int:
+        head = case.build(vocab=40, **options).double()
+        log_probs = head(case.inputs(head, (60,), dtype=torch.float64).states).detach()
+        values = torch.linalg.svdvals(log_probs - log_probs.mean(-1, keepdim=True))
+        return int((values > values[0] * max(log_probs.shape) * torch.finfo(torch.float64).eps).sum())
+
+    return rank

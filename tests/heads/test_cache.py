@@ -60,7 +60,6 @@ def states_for(head: CacheHead, *, time: int = TIME, gradient: bool = False) -> 
 
 def base_scores(head: CacheHead, states: list[Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the base and its normaliser, from the definitions of each kind."""
-    head._share()
     log_probs = head.base(states, context=ids)
     normaliser = torch.zeros(log_probs.shape[:-1], dtype=torch.float64)
     if hasattr(head.base, "rows") and not head.normalised:
@@ -284,7 +283,6 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_remembered_leaves_the_base() -> None:
     head = make("mos")
     states = states_for(head)
-    head._share()
     torch.testing.assert_close(head(states, context=IDS)[:, 0], head.base(states)[:, 0])
     nowhere = torch.full_like(IDS, -1)
     torch.testing.assert_close(head(states, context=nowhere), head.base(states))
@@ -303,7 +301,6 @@ def test_a_target_that_was_never_seen() -> None:
     states = states_for(head)
     never = torch.full_like(IDS, 6)
     losses = head(states, never, context=IDS, reduction="none")
-    head._share()
     assert bool((losses[:, 1:] > head.base(states, never, reduction="none")[:, 1:]).all())
     assert bool(torch.isneginf(head.cache_only(states, context=IDS)[..., 6]).all())
     losses.sum().backward()
@@ -336,7 +333,6 @@ def test_equal_components_give_what_one_of_them_gives() -> None:
 def test_a_light_memory_is_the_base_and_a_heavy_one_the_memory() -> None:
     head = make()
     states = states_for(head)
-    head._share()
     with torch.no_grad():
         head.memory_weight.fill_(-60.0)
         torch.testing.assert_close(head(states, context=IDS), head.base(states))
@@ -372,6 +368,29 @@ def test_w_is_one_matrix_under_one_name() -> None:
     other.tie(embedding)
     other(states_for(other), TARGETS, context=IDS).backward()
     assert embedding.weight.grad is not None
+
+
+def test_weights_saved_by_version_0_1_are_found_by_their_names() -> None:
+    head = make("mos", bias=True, maps=True)
+    saved = {
+        "decoder.weight": (V, H), "decoder.bias": (V,), "memory_weight": (),
+        "base.contexts.gate.weight": (3, H), "base.contexts.differences.0.weight": (3 * H, H),
+        "base.contexts.differences.0.bias": (3 * H,),
+        "query.weight": (H, H), "query.bias": (H,), "key.weight": (H, H), "key.bias": (H,),
+    }  # fmt: skip
+    head.load_state_dict({name: torch.randn(shape) for name, shape in saved.items()})
+    assert {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()} == saved
+
+
+def test_the_base_reads_whatever_matrix_the_cache_holds() -> None:
+    """Libraries wrap a layer to save it: the base must not go on with what it was built with."""
+    head = make("mixtape")
+    states = states_for(head)
+    before = head(states, context=IDS)
+    wrapped = torch.nn.Linear(H, V, bias=False).double()
+    head.decoder = wrapped
+    assert head.base.decoder is wrapped
+    assert not torch.allclose(head(states, context=IDS), before, atol=1e-3)
 
 
 def test_arguments_and_options_that_cannot_be() -> None:

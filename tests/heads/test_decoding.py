@@ -11,7 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.heads import RowHead, base
+from fullrank.heads import RowHead, rows
 
 DRAWS = 8_000
 LEAST_P = 1e-4
@@ -128,12 +128,12 @@ def test_decoding_in_pieces_is_the_same(
     assert isinstance(head, RowHead)
     states = torch.randn(7, 3, 6)
     values, ids = head.top(states, 4)
-    monkeypatch.setattr(base, "DECODING_BYTES", 4 * 11 * 5)
+    monkeypatch.setattr(rows, "DECODING_BYTES", 4 * 11 * 5)
     pieces, same_ids = head.top(states, 4)
     torch.testing.assert_close(pieces, values, atol=1e-6, rtol=0)
     assert torch.equal(ids, same_ids)
     # A multiple of the piece, so that every piece draws, and few enough draws that pieces stay quick.
-    monkeypatch.setattr(base, "DECODING_BYTES", 4 * 11 * DRAWS // 4)
+    monkeypatch.setattr(rows, "DECODING_BYTES", 4 * 11 * DRAWS // 4)
     found = worst_goodness(
         cases[name], lambda head, many, generator: head.sample(many.states, generator=generator)
     )

@@ -21,7 +21,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 BENT = ("sigsoftmax", "moss", "plif")
 STRAIGHT = sorted(set(HEADS) - set(BENT))
-SIGMOID = ("sigsoftmax", "moss")
 
 
 def made(name: str, **changes: Any) -> tuple[Head, list[torch.Tensor], torch.Tensor]:
@@ -51,44 +50,6 @@ def test_loss_and_log_probabilities_agree_under_a_cap(name: str) -> None:
     targets = torch.randint(V, (2, 7))
     loss = head(states, targets, context=ids, reduction="none")
     torch.testing.assert_close(loss, -capped.gather(-1, targets[..., None])[..., 0])
-
-
-def test_the_definition() -> None:
-    head, (state,), _ = made("softmax")
-    head.cap_scores(CAP)
-    scores = head.decoder(state)
-    torch.testing.assert_close(head(state), torch.log_softmax(CAP * torch.tanh(scores / CAP), dim=-1))
-
-
-@pytest.mark.parametrize("name", SIGMOID)
-def test_sigsoftmax_over_a_cap(name: str) -> None:
-    head, states, _ = made(name, **({"components": 2} if name == "moss" else {}))
-    head.cap_scores(CAP)
-    with torch.no_grad():
-        head.lift.fill_(0.3)
-    rows, log_prior = head.rows(states)
-    capped = CAP * torch.tanh(head.decoder(rows) / CAP)
-    components = torch.log_softmax(capped + torch.log(torch.sigmoid(capped + head.lift)), dim=-1)
-    prior = torch.zeros(2, 7, 1) if log_prior is None else log_prior
-    expected = torch.logsumexp(components + prior[..., None], dim=-2)
-    torch.testing.assert_close(head(states), expected)
-    targets = torch.randint(V, (2, 7))
-    loss = head(states, targets)
-    torch.testing.assert_close(loss, -expected.gather(-1, targets[..., None]).mean())
-    loss.backward()
-    (truth,) = torch.autograd.grad(-expected.gather(-1, targets[..., None]).mean(), head.lift)
-    torch.testing.assert_close(head.lift.grad, truth)
-    assert float(truth.abs()) > 1e-4
-    again = build(name, hidden=H, vocab=V, bias=True, **({"components": 2} if name == "moss" else {}))
-    again.cap_scores(CAP)
-    again.double().load_state_dict(head.state_dict())
-    torch.testing.assert_close(again(states), head(states))
-
-
-def test_a_function_of_its_own_takes_no_cap() -> None:
-    head, _, _ = made("plif")
-    with pytest.raises(FullrankError, match="bends its scores already"):
-        head.cap_scores(CAP)
 
 
 @pytest.mark.parametrize("name", ["mos", "moss"])

@@ -66,7 +66,6 @@ def test_the_head_reads_the_nearest_entries(neighbours: int, maps: bool) -> None
     head.attach(held, neighbours=neighbours)
     hidden = states().requires_grad_()
     found = head(hidden, context=IDS)
-    head._share()
     plain = states()
     base = head.base(plain).detach()
     normaliser = torch.logsumexp(plain @ head.decoder.weight.detach().T, -1)

@@ -112,6 +112,13 @@ def train(model: nn.Module, data: dict[str, Tensor], plain: nn.Module) -> dict[s
     loss.backward()
     out["sum"] = loss.detach()
     out["sum gradients"] = gradients_of(plain)
+    plain.zero_grad()
+    loss, log_prior = model(data["features"], data["targets"], return_prior=True)
+    if log_prior is not None:
+        loss = loss + log_prior.exp().sum(0).var()
+    loss.backward()
+    out["prior"] = log_prior if log_prior is None else log_prior.detach()
+    out["balanced gradients"] = gradients_of(plain)
     optimiser = torch.optim.SGD(plain.parameters(), lr=RATE, momentum=0.9)
     losses = []
     for step in range(STEPS):
@@ -145,7 +152,7 @@ def solve(name: str, rank: int, size: int, group: Any) -> dict[str, Any]:
     out["ignored"] = ignored
     out["first"] = {key: value.detach().clone() for key, value in plain.first.state_dict().items()}
     out["state"] = full_state(head)
-    out["shard"] = (head.start, head.stop, tuple(head.inner.decoder.weight.shape))
+    out["shard"] = (head.start, head.stop, tuple(head.decoder.weight.shape))
     # Back through a plain head, and into a head that held something else.
     whole = unshard(head)
     out["whole log_probs"] = whole(plain.states(own["features"])).detach()
@@ -289,7 +296,7 @@ def test_losses_are_those_of_the_global_batch(done, alone, name, size):
 
 
 @every_case
-@pytest.mark.parametrize("kind", ["mean", "sum", "none", "clipped"])
+@pytest.mark.parametrize("kind", ["mean", "sum", "none", "balanced", "clipped"])
 def test_gradients_are_those_of_one_process(done, alone, name, size, kind):
     parts, (want, _) = [part[name] for part in done[size]], alone[name, size]
     key = kind if kind == "clipped" else f"{kind} gradients"
@@ -300,6 +307,17 @@ def test_gradients_are_those_of_one_process(done, alone, name, size, kind):
         else:
             for one in each:
                 same(one, gradient)
+
+
+@every_case
+def test_the_prior_is_that_of_the_tokens_of_all_processes(done, alone, name, size):
+    want, model = alone[name, size]
+    assert (want["prior"] is not None) is model.head.mixture
+    for part in done[size]:
+        if want["prior"] is None:
+            assert part[name]["prior"] is None
+        else:
+            same(part[name]["prior"], want["prior"])
 
 
 @every_case
@@ -348,8 +366,8 @@ def test_clipping_agrees_with_torch():
 
 def test_shards_are_uneven_and_hidden_from_data_parallel(done):
     assert [part["mos"]["shard"] for part in done[3]] == [(0, 4, (4, D)), (4, 8, (4, D)), (8, 11, (3, D))]
-    assert done[3][0]["mos"]["ignored"] == ["head.inner.decoder.weight", "head.inner.decoder.bias"]
-    assert done[2][0]["moc"]["ignored"] == ["head.inner.decoder.weight"]
+    assert done[3][0]["mos"]["ignored"] == ["head.decoder.weight", "head.decoder.bias"]
+    assert done[2][0]["moc"]["ignored"] == ["head.decoder.weight"]
 
 
 def test_dropout_drops_the_same_entries_everywhere(done):
@@ -437,17 +455,19 @@ def test_a_state_that_does_not_fit_changes_nothing():
         assert torch.equal(value, before[name])
 
 
+def test_the_names_of_version_0_1_are_loaded():
+    head, other = (shard(Model("mos", seed=seed).head) for seed in (0, 1))
+    older = {name.replace("decoder.", "inner.decoder."): value for name, value in head.state_dict().items()}
+    assert "inner.decoder.weight" in older
+    other.load_state_dict(older)
+    for name, value in full_state(head).items():
+        assert torch.equal(full_state(other)[name], value)
+
+
 def test_frozen_rows_stay_frozen():
     head = Model("mos", seed=0).head
     head.decoder.requires_grad_(False)
-    assert not any(parameter.requires_grad for parameter in shard(head).inner.decoder.parameters())
-
-
-def test_row_skipping_is_refused():
-    head = shard(build("mos", hidden=H, vocab=V, components=3))
-    head.inner.row_skip = 0.01
-    with pytest.raises(FullrankError, match=r"row_skip=0.01 is not served with W split.* row_skip to 0"):
-        head(torch.zeros(2, H), torch.zeros(2, dtype=torch.long))
+    assert not any(parameter.requires_grad for parameter in shard(head).decoder.parameters())
 
 
 if __name__ == "__main__":

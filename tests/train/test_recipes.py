@@ -14,7 +14,7 @@ from fullrank.models.build import PYTHIA
 from fullrank.train import batches
 from fullrank.train.build import build
 from fullrank.train.config import Config, override
-from fullrank.train.recipes import MIXTURES, RECIPES, recipe
+from fullrank.train.recipes import RECIPES, recipe
 
 V = 11
 
@@ -146,7 +146,10 @@ def test_transformers_have_pythias_shape(size: str) -> None:
 def test_mixtures_have_room_for_their_projections() -> None:
     # A mixture's projections are parameters too: its matrix is narrower than the plain head's.
     plain = recipe("awd-lstm", "softmax").head.width
-    assert all(recipe("awd-lstm", head).head.width < plain for head in (*MIXTURES, "trunk"))
+    published = {"mos": 320, "moss": 320, "moc": 320, "doc": 320, "mixtape": 320, "trunk": 368}
+    assert {head: recipe("awd-lstm", head).head.width for head in published} == published
+    assert all(recipe("awd-lstm", head).head.width == plain == 384 for head in set(HEADS) - set(published))
+    assert recipe("awd-lstm", "trunk").head.private == 80
 
 
 def test_mixtapes_components_are_a_power_of_two() -> None:
@@ -159,7 +162,7 @@ def test_mixtapes_components_are_a_power_of_two() -> None:
         ("awd-lstmm", "softmax", "did you mean 'awd-lstm'?"),
         ("zzz", "softmax", "expected one of awd-lstm-ptb"),
         ("awd-lstm", "moz", "did you mean 'mos'?"),
-        ("awd-lstm", "", "expected one of softmax"),
+        ("awd-lstm", "", "expected one of cache, doc"),
     ],
 )
 def test_unknown_names(name: str, head: str, expected: str) -> None:

@@ -8,6 +8,7 @@ same number of learning rates tried, same stopping rule, each starting as the mo
     mos, trunk      K rows h + M_k h + m_k with a gate (trunk: only the last quarter of a row differs)
     sigsoftmax      as softmax, with f(z) = z + logsigmoid(z) and a trained offset of the scores
     moss            as mos, with that f
+    any other       that says of itself that it is worth trying (`candidates`)
 
 A gain is the loss of the control minus the head's, token by token on held-out text, so that text which is
 hard for both cancels. It says what a head buys this body, frozen, after a short fit; not what a body trained
@@ -18,19 +19,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from fullrank.diagnose import estimates, frozen
 from fullrank.errors import FullrankError
+from fullrank.heads import HEADS, Head, RowHead, build
+from fullrank.heads.base import without_matrix
 from fullrank.heads.contexts import Contexts
-from fullrank.ops import SIGSOFTMAX
+from fullrank.ops import Pointwise
 from fullrank.results.diagnosis import BetterHead, Estimate, HeadFit
 
 CONTROLS = ("softmax", "softmax_equal")
-HEADS = ("sigsoftmax", "mos", "moss", "trunk")
-OFFSETS = (0.0, 5.0, 10.0, 20.0, 40.0)
-"""Starts of sigsoftmax's offset: at the last it is softmax."""
+
+
+def candidates() -> tuple[str, ...]:
+    """Heads that are worth trying, read one layer, and whose own parameters make rows: a function of the
+    scores that is trained as well, as plif's, is not fitted here."""
+    worth = [(name, _sketch(name)) for name, head in HEADS.items() if head.worth_trying and head.splits]
+    return tuple(name for name, head in worth if head.pointwise.trained is None and head.states == 1)
 
 
 class Perceptron(nn.Module):
@@ -49,11 +58,40 @@ class Perceptron(nn.Module):
         added = self.leave(nn.functional.gelu(self.enter(states[0])))
         return contexts + added[..., None, :], log_prior
 
+    @torch.no_grad()
+    def redraw(self, size: float) -> None:
+        """Draw the inner layer anew for states of this size, while it does nothing."""
+        self.linear.redraw(size)
+        if not bool(self.leave.weight.any()):
+            self.enter.weight.normal_(std=self.enter.in_features**-0.5 / size)
+
+    def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
+        """As `Head.pace`: into units of about unit size, and out of them to rows."""
+        if name == "enter.weight":
+            return 1.0 / (parameter.shape[-1] * sizes[0])
+        if name == "leave.weight":
+            return sizes[0] / self.linear.width
+        return self.linear.pace(name.removeprefix("linear."), parameter, sizes)
+
+
+class Rows(nn.Module):
+    """What makes the rows of a head, without its matrix."""
+
+    def __init__(self, head: RowHead) -> None:
+        super().__init__()
+        # `frozen` holds W, and counts and trains what is here.
+        head.register_module("decoder", None)
+        self.head = head
+
+    def forward(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        parts = self.head.flat_parts(states)
+        return parts.rows, parts.log_prior
+
 
 def better_head(
     setting: frozen.Setting,
     *,
-    heads: Sequence[str] = HEADS,
+    heads: Sequence[str] | None = None,
     components: int = 2,
     seeds: int = 2,
     rates: Sequence[float] = frozen.RATES,
@@ -61,15 +99,17 @@ def better_head(
     progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> BetterHead:
     """Fit the controls and the heads, each with several seeds."""
-    unknown = [head for head in heads if head not in HEADS]
+    known = candidates()
+    heads = known if heads is None else heads
+    unknown = [head for head in heads if head not in known]
     if unknown or components < 2 or seeds < 1:
         raise FullrankError(
             f"heads {', '.join(heads)} with {components} components and {seeds} seeds: expected some of "
-            f"{', '.join(HEADS)}, 2 or more components and 1 or more seeds"
+            f"{', '.join(known)}, 2 or more components and 1 or more seeds"
         )
     if not setting.output.linear:
         # A soft cap already bends the scores: sigsoftmax on top of it is another function than the published.
-        heads = [head for head in heads if head not in ("sigsoftmax", "moss")]
+        heads = [head for head in heads if not HEADS[head].offsets]
     names = (*CONTROLS, *heads)
     fits: dict[str, list[frozen.Fitted]] = {}
     for place, name in enumerate(names):
@@ -83,8 +123,8 @@ def better_head(
                 frozen.fit(
                     setting,
                     lambda name=name: _contexts(name, setting.output.width, components),  # type: ignore[misc]
-                    pointwise=SIGSOFTMAX if name in ("sigsoftmax", "moss") else None,
-                    offsets=OFFSETS if name in ("sigsoftmax", "moss") else (),
+                    pointwise=_pointwise(name),
+                    offsets=_offsets(name),
                     # One seed races the learning rates, the others take its choice.
                     rates=rates if seed == 0 else (fits[name][0].rate,),
                     epochs=epochs,
@@ -100,9 +140,34 @@ def _contexts(name: str, width: int, components: int) -> nn.Module:
     if name == "softmax_equal":
         extra = (components - 1) * (width * width + width) + components * width
         return Perceptron(width, max(1, extra // (2 * width + 1)))
-    count = components if name in ("mos", "moss", "trunk") else 1
-    private = max(1, width // 4) if name == "trunk" else None
-    return Contexts(sources=((width, count),), width=width, as_published=False, private=private)
+    if name == "softmax" or not list(_sketch(name).own_parameters()):
+        # A head without maps of its own gets the control's: directions that all rows share come first.
+        return Contexts(sources=((width, 1),), width=width, as_published=False)
+    return Rows(_built(name, width, components))
+
+
+def _built(name: str, width: int, components: int) -> RowHead:
+    """The head for its rows alone."""
+    options = {"components": components} if "components" in HEADS[name].options() else {}
+    with without_matrix():
+        return cast(RowHead, build(name, hidden=width, vocab=1, **options))
+
+
+def _sketch(name: str, components: int = 2) -> RowHead:
+    """The head without numbers, to ask it what it is; no random number is drawn."""
+    with torch.device("meta"):
+        return _built(name, 2, components)
+
+
+def _pointwise(name: str) -> Pointwise | None:
+    """The head's own function of the scores; None is the model's."""
+    if name in CONTROLS or type(head := _sketch(name)).pointwise is Head.pointwise:
+        return None
+    return head.pointwise
+
+
+def _offsets(name: str) -> tuple[float, ...]:
+    return () if name in CONTROLS else HEADS[name].offsets
 
 
 def _record(
@@ -116,7 +181,7 @@ def _record(
         rows.append(
             HeadFit(
                 head=name,
-                components=components if name in ("mos", "moss", "trunk") else 1,
+                components=1 if name in CONTROLS else _sketch(name, components).components,
                 parameters=found[0].parameters,
                 loss=estimates.mean_over_seeds([one.losses for one in found], blocks),
                 gain=_gain(fits["softmax"], found, blocks),

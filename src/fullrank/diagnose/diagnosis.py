@@ -53,7 +53,7 @@ class Settings:
     """Tokens a window: the longest context."""
     memory: int = 2 << 30
     """Bytes that states and buffers may take beside the model."""
-    heads: tuple[str, ...] = better_head.HEADS
+    heads: tuple[str, ...] = dataclasses.field(default_factory=better_head.candidates)
     components: int = 2
     """Components of the mixtures."""
     seeds: int = 2

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from fullrank.diagnose.anisotropy import SINK, mean_cosine
 from fullrank.diagnose.spectrum import singular_values
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, RowHead
-from fullrank.heads.contexts import Contexts
+from fullrank.heads.base import Head
+from fullrank.heads.rows import RowHead
 from fullrank.ops import linear_logprob
 from fullrank.ops.mixture.reference import bent_scores
 from fullrank.theory import least_rank
@@ -260,11 +260,11 @@ def _any_table(
 
 
 def _mixture(head: Head, flat: list[Tensor], generator: torch.Generator) -> Monitors:
-    contexts = getattr(head, "contexts", None)
-    if not isinstance(contexts, Contexts) or contexts.components < 2:
+    if not isinstance(head, RowHead) or not head.mixture or head.components < 2:
         return {}
-    _, log_prior = contexts(flat)
-    prior = log_prior.double().exp()
+    parts = head.flat_parts(flat)
+    assert parts.gate is not None
+    prior = parts.gate.double().exp()
     K = prior.shape[1]
     shares, most = prior.mean(dim=0), prior.amax(dim=0)
     dead = (shares < DEAD_SHARE / K) & (most < DEAD_MOST)
@@ -277,7 +277,7 @@ def _mixture(head: Head, flat: list[Tensor], generator: torch.Generator) -> Moni
         "dead_components": values[1],
     }
     # The contexts of moc are averaged before the softmax: no component is a distribution of its own.
-    if isinstance(head, RowHead) and head.rows([state[:1] for state in flat])[1] is not None:
+    if parts.rows.shape[1] == K:
         picked = torch.randperm(len(prior), generator=generator)[:DIVERGENCE_TOKENS].to(prior.device)
         divergence = torch.tensor(head.describe([state[picked] for state in flat]).divergence)
         found["component_divergence"] = float(divergence.sum()) / (K * (K - 1))

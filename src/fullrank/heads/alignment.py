@@ -31,6 +31,7 @@ from fullrank.heads.cache import CacheHead
 from fullrank.heads.memory import Memory, rectangles
 from fullrank.heads.pieces import checkpointed, piece_tokens
 from fullrank.ops.arguments import REDUCTIONS
+from fullrank.ops.reduce import reduce_losses
 
 MARGIN = 1e-3
 """As published."""
@@ -95,10 +96,8 @@ def alignment_loss(
     loss, count = checkpointed(losses, [slice(k, k + 1) for k in range(len(spans))]).unbind(1)
     if pairs == "mean":
         loss = loss / count.clamp_min(1.0)
-    if reduction == "none":
-        return loss.view(targets.shape)
-    total = loss.sum()
-    return total if reduction == "sum" else total / (count > 0).sum().clamp_min(1)
+    found = reduce_losses(loss, (count > 0).to(loss.dtype), reduction)
+    return found.view(targets.shape) if reduction == "none" else found
 
 
 def ranking(scores: Tensor, seen: Tensor, own: Tensor, likeness: Tensor, margin: float) -> Tensor:

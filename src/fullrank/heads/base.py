@@ -5,40 +5,60 @@
 
 `hidden` is [..., H], or for a head that reads several layers (`head.states` > 1) a sequence of as many
 tensors with the same leading shape, the last layer first. Call a head through forward only, so that sharded
-and adapted weights are in place.
+and adapted weights are in place. Nearly every head is a `RowHead` (`rows.py`).
 
-Nearly every head is a `RowHead`: it makes K rows of width D a token and a log prior over them, and the rest
-is `ops.mixture_nll` over one matrix, `head.decoder.weight` [V, D].
+A head describes itself; nobody else keeps a list of heads. A class with a `name` of its own is known by it
+(`HEADS`), and answers what the rest of the house asks, with defaults that serve most:
+
+    options                 its options and their defaults
+    options_for             those for a body of given widths and the settings of a training run
+    equal_size, published   settings for recipes: at softmax's number of parameters, and as published
+    start_options, start_from, starts_exactly       how it starts as a given output layer: see `start.py`
+    redraw, pace, precise   what a training from there draws anew, how far it steps, what stays in fp32
+    mixture                 whether forward hands out a log prior over components, for a balance penalty
+    splits                  whether W can be split over processes: see `vocab_parallel.py`
+    worth_trying            whether a search for a better head should try it
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.heads.record import MixtureRecord, describe_mixture
-from fullrank.ops import (
-    IDENTITY,
-    Pointwise,
-    Softcap,
-    TokenStats,
-    mixture_argmax,
-    mixture_log_probs,
-    mixture_nll,
-    row_scores,
-)
+from fullrank.heads.labels import Labels, Loss
+from fullrank.heads.start import Start
+from fullrank.ops import IDENTITY, Pointwise, Softcap, TokenStats
 from fullrank.ops.arguments import check_reduction
 
 States = Tensor | Sequence[Tensor]
 
-# Log-probabilities that a decoding method may hold at once, in bytes.
-DECODING_BYTES = 256 << 20
+HEADS: dict[str, type[Head]] = {}
+"""Every head that has been defined, by its name."""
+
+GIVEN = ("hidden", "vocab", "width", "bias")
+"""Options that an output layer to start from decides."""
+
+
+_EMPTY: ContextVar[bool] = ContextVar("_EMPTY", default=False)
+
+
+@contextmanager
+def without_matrix() -> Iterator[None]:
+    """Heads built inside have a W without memory and draw no numbers for it: for the use of their rows with
+    another matrix."""
+    before = _EMPTY.set(True)
+    try:
+        yield
+    finally:
+        _EMPTY.reset(before)
 
 
 def require_positive(**sizes: int) -> None:
@@ -47,47 +67,95 @@ def require_positive(**sizes: int) -> None:
             raise FullrankError(f"{name}={size!r} is impossible: expected a whole number >= 1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Labels:
-    """Targets, and how they count: as in `ops.mixture_nll`."""
-
-    targets: Tensor
-    """[...], one a hidden state."""
-    reduction: str
-    token_weight: Tensor | None
-    """In the shape of the targets."""
-    ignore_index: int
-    stats: bool
-    """Whether per-token statistics are asked for."""
-
-
 class Head(nn.Module, ABC):
     """A map from hidden states to a distribution over V tokens through one matrix W [V, D]."""
 
-    name: ClassVar[str]
-    needs_context: ClassVar[bool] = False
+    name: str
+    """Given in the class body it is what the head is built by."""
+    needs_context: bool = False
     """Whether forward needs the ids that the states were computed from (a pointer does)."""
     reads_time: bool = False
     """Whether a token's distribution depends on the states of earlier tokens as well, so that forward must be
     given them all."""
     carries_memory: bool = False
     """Whether forward takes `memory` in place of the states of earlier tokens (a cache does)."""
-    fixed_vocabulary: ClassVar[bool] = False
+    fixed_vocabulary: bool = False
     """Whether the head has parameters for single tokens beside W and its bias."""
     softcap: float | None = None
     """Where set, the scores z are bent to c tanh(z / c); see `cap_scores`."""
+    precise: tuple[str, ...] = ()
+    """Parameters that stay in fp32 when the rest is rounded."""
 
-    def __init__(self, *, hidden: int, vocab: int, width: int | None = None, bias: bool = False) -> None:
+    mixture: ClassVar[bool] = False
+    """Whether it has a log prior over components that depends on the token, which `return_prior` gives."""
+    splits: ClassVar[bool] = False
+    """Whether it goes through W alone, so that W can be split over the vocabulary between processes."""
+    worth_trying: ClassVar[bool] = False
+    """Whether it can gain over softmax at about the cost of one: what `--head auto` and question 6 try."""
+    offsets: ClassVar[tuple[float, ...]] = ()
+    """Where its function is not blind to an offset of all scores: offsets worth starting from, of which the
+    last makes it softmax."""
+    published: ClassVar[Mapping[str, Any] | None] = None
+    """Settings that were published with the AWD-LSTM of mixtures on Penn Treebank and WikiText-2."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        name = vars(cls).get("name")
+        if not isinstance(name, str):
+            return
+        known = HEADS.get(name)
+        # The same class defined again, as in a notebook, takes its own place.
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise FullrankError(
+                f"{cls.__qualname__} has the name {name!r}, which is that of {known.__module__}."
+                f"{known.__qualname__} already: give it another"
+            )
+        HEADS[name] = cls
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        vocab: int,
+        width: int | None = None,
+        bias: bool = False,
+        decoder: nn.Linear | None = None,
+    ) -> None:
+        """`decoder` is a matrix to take in place of a fresh one, with a bias or without."""
         super().__init__()
         width = hidden if width is None else width
         require_positive(hidden=hidden, vocab=vocab, width=width)
         self.hidden, self.vocab, self.width = hidden, vocab, width
         self.state_widths: tuple[int, ...] = (hidden,)
         """Width of each state that forward expects, the last layer first."""
-        self.decoder = nn.Linear(width, vocab, bias=bias)
+        self.above: tuple[Head, ...] = ()
+        """The head that stands on this one and holds W, where there is one; a tuple, so that it is no part of
+        this module."""
+        if decoder is not None:
+            self.decoder = decoder
+            return
+        self.decoder = nn.Linear(width, vocab, bias=bias, device="meta" if _EMPTY.get() else None)
         nn.init.normal_(self.decoder.weight, std=0.02)
         if bias:
             nn.init.zeros_(self.decoder.bias)
+
+    @property
+    def decoder(self) -> nn.Linear:
+        """W and its bias; those of the head above where this one stands under another."""
+        own = self._modules.get("decoder")
+        if own is None and self.above:
+            return self.above[0].decoder
+        return cast(nn.Linear, own)
+
+    @decoder.setter
+    def decoder(self, decoder: nn.Linear) -> None:
+        # For type checkers: torch registers modules before it asks for a property.
+        super().__setattr__("decoder", decoder)
+
+    def stand_on(self, below: Head) -> None:
+        """Let the head below use the W of this one, whoever puts what there: one matrix under one name."""
+        below.register_module("decoder", None)
+        below.above = (self,)
 
     @property
     def states(self) -> int:
@@ -129,6 +197,87 @@ class Head(nn.Module, ABC):
             )
         self.decoder.weight = cast(nn.Parameter, weight)
 
+    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the head has besides W and its bias, by name: gates, contexts, projections."""
+        matrix = set(self.decoder.parameters())
+        return (item for item in self.named_parameters() if item[1] not in matrix)
+
+    # What others ask of a class.
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Its options and their defaults; `inspect.Parameter.empty` where one has to be given."""
+        known = inspect.signature(cls).parameters
+        return {
+            name: one.default for name, one in known.items() if name not in ("hidden", "vocab", "decoder")
+        }
+
+    @classmethod
+    def options_for(cls, settings: Mapping[str, Any], widths: Sequence[int]) -> dict[str, Any]:
+        """Options for a body whose states have these widths, the last layer first.
+
+        `settings` are those of any head in a training run; what it has no option for is not for it.
+        """
+        known = cls.options()
+        return {name: value for name, value in settings.items() if name in known}
+
+    @classmethod
+    def equal_size(cls, width: int) -> dict[str, int]:
+        """Settings that give it nearly as many parameters as a softmax of this width has, where the
+        vocabulary is some fifty times the state: a mixture's projections are parameters too."""
+        return {"width": width}
+
+    # How it starts as a given output layer.
+
+    @classmethod
+    def start_options(cls, start: Start, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What to build it with so that it can start as that layer, the caller's `options` among it. Raises
+        where none will do."""
+        given = sorted(set(options) & set(GIVEN))
+        if given:
+            raise FullrankError(
+                f"{', '.join(given)} cannot be chosen in an upgrade: the original's output layer decides that"
+            )
+        made = {**({} if start.bias is None else {"bias": True}), **options}
+        if "components" in cls.options():
+            # Whoever reads the configuration should not have to know it.
+            made.setdefault("components", cls.options()["components"])
+        return made
+
+    @torch.no_grad()
+    def start_from(self, start: Start) -> None:
+        """Take W, b and the cap of that layer, its device and dtype. Override it for what the head owns
+        beyond them, where that would change something as it is drawn."""
+        if start.softcap is not None:
+            self.cap_scores(start.softcap)
+        self.to(device=start.weight.device)
+        for name, parameter in self.named_parameters():
+            if name not in self.precise:
+                parameter.data = parameter.data.to(start.weight.dtype)
+        self.decoder.weight = start.weight
+        if start.bias is not None:
+            bias = start.bias
+            self.decoder.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+
+    def starts_exactly(self, start: Start) -> bool:
+        """Whether it is that layer after `start_from` but for rounding; False: nearly."""
+        return True
+
+    def redraw(self, size: float) -> None:
+        """Draw anew, for states of this root mean square, what may be anything while it changes nothing."""
+
+    def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
+        """How far training from a given layer moves an entry of one of its own parameters, in rates: so that
+        scores move alike whatever the width and the root mean squares `sizes` of the states it reads."""
+        return sizes[0] / self.width if parameter.ndim < 2 else 1.0 / parameter.shape[-1]
+
+    def bias_for(self, frequency: Tensor, lift: float) -> Tensor:
+        """The bias that gives every token its frequency [V] where rows are 0. `lift` moves the scores all
+        together, for a function that is not blind to that."""
+        return frequency.log()
+
+    # What it does.
+
     def forward(
         self,
         hidden: States,
@@ -139,14 +288,18 @@ class Head(nn.Module, ABC):
         token_weight: Tensor | None = None,
         ignore_index: int = -100,
         return_stats: bool = False,
-    ) -> Tensor | tuple[Tensor, TokenStats]:
+        return_prior: bool = False,
+        **more: Any,
+    ) -> Tensor | tuple[Any, ...]:
         """Log-probabilities [..., V] without targets; with targets [...] the loss, as `mixture_nll` has it.
 
         `context` [...] are the input ids under the states, for a head with `needs_context`; others ignore it.
+        With `return_stats` a tuple of the loss and `TokenStats`; with `return_prior` the log prior
+        [tokens, K] of a mixture comes last. `more` is for a head that takes more, as a cache does memory.
         """
         states = self._checked(hidden, targets, context)
         if targets is None:
-            return self._log_probs(states, context)
+            return self._log_probs(states, context, **more)
         # Before anything is flattened: [time, batch] weights would fit [batch, time] targets by number.
         check_reduction(targets, reduction, token_weight)
         labels = Labels(
@@ -156,20 +309,21 @@ class Head(nn.Module, ABC):
             ignore_index=ignore_index,
             stats=return_stats,
         )
-        loss, stats = self._loss(states, labels, context)
-        if stats is None:
-            return loss
-        return loss, TokenStats(*(column.view(targets.shape) for column in stats))
+        loss = self._loss(states, labels, context, **more)
+        if not return_stats and not return_prior:
+            return loss.value
+        found: list[Any] = [loss.value]
+        if loss.stats is not None:
+            found.append(TokenStats(*(column.view(targets.shape) for column in loss.stats)))
+        return (*found, loss.log_prior) if return_prior else tuple(found)
 
     @abstractmethod
     def _log_probs(self, states: list[Tensor], context: Tensor | None) -> Tensor:
         """Normalised log-probabilities [..., V]."""
 
     @abstractmethod
-    def _loss(
-        self, states: list[Tensor], labels: Labels, context: Tensor | None
-    ) -> tuple[Tensor, TokenStats | None]:
-        """The loss and, if asked, flat per-token statistics."""
+    def _loss(self, states: list[Tensor], labels: Labels, context: Tensor | None) -> Loss:
+        """The loss, flat statistics if asked, and the log prior of a mixture."""
 
     @torch.no_grad()
     def sample(
@@ -216,96 +370,3 @@ class Head(nn.Module, ABC):
                 f"{self.name} points at earlier tokens: pass context=input_ids, {list(shape)}"
             )
         return states
-
-
-class RowHead(Head):
-    """A head that is rows, a prior and a pointwise function over one matrix.
-
-    One that has a shorter way to its loss has one to the same loss.
-    """
-
-    components: int = 1
-    row_skip: float = 0.0
-    """Rows with a posterior share of at most this may be left out of the gradients: see `ops.mixture_nll`."""
-
-    @abstractmethod
-    def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Rows [..., K, D] and their log prior [..., K]; None is one component with all the weight."""
-
-    def _flat_rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
-        rows, log_prior = self.rows(states)
-        rows = rows.flatten(0, -3)
-        if log_prior is None:
-            return rows, rows.new_zeros(rows.shape[:2], dtype=torch.float32)
-        return rows, log_prior.flatten(0, -2)
-
-    def _score(self, rows: Tensor, log_prior: Tensor) -> Tensor:
-        """Log-probabilities [N, V] of rows [N, K, D]."""
-        decoder = self.decoder
-        return mixture_log_probs(rows, log_prior, decoder.weight, bias=decoder.bias, pointwise=self.pointwise)
-
-    def _log_probs(self, states: list[Tensor], context: Tensor | None) -> Tensor:
-        return self._score(*self._flat_rows(states)).view(*states[0].shape[:-1], self.vocab)
-
-    def _loss(
-        self, states: list[Tensor], labels: Labels, context: Tensor | None
-    ) -> tuple[Tensor, TokenStats | None]:
-        rows, log_prior = self._flat_rows(states)
-        decoder, weight = self.decoder, labels.token_weight
-        result = mixture_nll(
-            rows, log_prior, decoder.weight, labels.targets.flatten(),
-            bias=decoder.bias, pointwise=self.pointwise, reduction=labels.reduction,
-            token_weight=None if weight is None else weight.flatten(),
-            ignore_index=labels.ignore_index, return_stats=labels.stats, row_skip=self.row_skip,
-        )  # type: ignore[call-overload]  # fmt: skip
-        loss, stats = result if labels.stats else (result, None)
-        return loss.view(labels.targets.shape) if labels.reduction == "none" else loss, stats
-
-    @torch.no_grad()
-    def sample(
-        self, hidden: States, *, context: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """One exact draw a token at temperature 1: a component from the prior, then a token from it alone."""
-        states = self._checked(hidden, None, context)
-        rows, log_prior = self._flat_rows(states)
-        if self.components > 1:
-            which = torch.multinomial(log_prior.exp(), 1, generator=generator)
-            rows = rows.gather(1, which[:, :, None].expand(-1, -1, self.width))
-        drawn = []
-        for piece in rows.split(max(1, DECODING_BYTES // (8 * self.vocab))):
-            scores = row_scores(piece[:, 0], self.decoder.weight, self.decoder.bias, self.pointwise)
-            # The largest of scores plus Gumbel noise is a draw from their softmax, whatever its normaliser:
-            # argmax f - log e with e exponential.
-            noise = torch.empty_like(scores).exponential_(generator=generator)
-            drawn.append(scores.sub_(noise.log_()).argmax(-1))
-        return torch.cat(drawn).view(states[0].shape[:-1])
-
-    @torch.no_grad()
-    def top(self, hidden: States, m: int, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The m most probable tokens of the mixture: log-probabilities and ids, [..., m] each."""
-        states = self._checked(hidden, None, context)
-        self._check_top(m)
-        rows, log_prior = self._flat_rows(states)
-        shape = (*states[0].shape[:-1], m)
-        if m == 1:
-            decoder = self.decoder
-            best = mixture_argmax(
-                rows, log_prior, decoder.weight, bias=decoder.bias, pointwise=self.pointwise,
-                workspace=DECODING_BYTES,
-            )  # fmt: skip
-            return best[0].view(shape), best[1].view(shape)
-        size = max(1, DECODING_BYTES // (4 * self.vocab))
-        values, ids = [], []
-        for piece, prior in zip(rows.split(size), log_prior.split(size), strict=True):
-            leading = torch.topk(self._score(piece, prior), m, dim=-1)
-            values.append(leading.values)
-            ids.append(leading.indices)
-        return torch.cat(values).view(shape), torch.cat(ids).view(shape)
-
-    @torch.no_grad()
-    def describe(self, hidden: States) -> MixtureRecord:
-        """How the mixture uses its components on these states."""
-        rows, log_prior = self._flat_rows(self._checked(hidden, None, None))
-        return describe_mixture(
-            rows, log_prior, self.decoder.weight, bias=self.decoder.bias, pointwise=self.pointwise
-        )

@@ -26,29 +26,38 @@ Parameters: the base's, + 1, + 2 (H^2 + H) with maps.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, Labels, RowHead, States, require_positive
+from fullrank.heads.base import HEADS, Head, States, require_positive
 from fullrank.heads.cache_scores import CacheScores
+from fullrank.heads.labels import Labels, Loss
 from fullrank.heads.memory import Memory, Remembered, either, entry_tokens
 from fullrank.heads.pieces import CountedTokens, joined
+from fullrank.heads.rows import RowHead
+from fullrank.heads.start import Start
 from fullrank.heads.store import Store, nearest
-from fullrank.ops import Pointwise, TokenStats
-from fullrank.ops.arguments import check_reduction
+from fullrank.ops import Pointwise, linear_nll
 from fullrank.ops.memory.chunked import memory_logsumexp
 from fullrank.ops.memory.reference import View, masked_logsumexp
-from fullrank.ops import linear_nll
+
+SHARPNESS = 8.0
+"""Score of a state against itself in the memory of a cache over a given layer, nats."""
+REMEMBERED = 512
+"""Steps in a memory that such a cache allows for."""
+SHARE = 1e-4
+"""Of probability that so many steps would have at most at its start, were they all the present state."""
 
 
 class CacheHead(Head):
-    name: ClassVar[str] = "cache"
-    needs_context: ClassVar[bool] = True
+    name = "cache"
+    needs_context: bool = True
     reads_time: bool = True
 
     def __init__(
@@ -69,7 +78,7 @@ class CacheHead(Head):
         """`base` is a head, or the name of one that is built for hidden, vocab, width and bias with its own
         `base_options`. `window` is how many steps back a token sees; None: all."""
         base = _base_head(base, hidden, vocab, width, bias, base_options)
-        super().__init__(hidden=base.hidden, vocab=1, width=base.width)
+        super().__init__(hidden=base.hidden, vocab=base.vocab, width=base.width, decoder=base.decoder)
         if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
             raise FullrankError(f"temperature={temperature} is impossible: expected a number above 0")
         if not math.isfinite(memory_weight):
@@ -80,15 +89,16 @@ class CacheHead(Head):
         if window is not None:
             require_positive(window=window)
         self.state_widths = base.state_widths
-        self.fixed_vocabulary = base.fixed_vocabulary  # type: ignore[misc]
+        self.fixed_vocabulary = base.fixed_vocabulary
         self.softcap = base.softcap
         self.temperature = math.sqrt(self.hidden) if temperature is None else float(temperature)
         self.window, self.normalised = window, normalised
-        self.decoder, self.vocab = base.decoder, base.vocab
-        # One W under one name: the base finds it as an attribute that is no submodule.
-        del base._modules["decoder"]
         self.base = base
-        self._share()
+        self.stand_on(base)
+        matrix = ("decoder.weight", "decoder.bias")
+        self.precise = (
+            "memory_weight", *(name if name in matrix else f"base.{name}" for name in base.precise),
+        )  # fmt: skip
         self.memory_weight = nn.Parameter(torch.tensor(float(memory_weight)))
         self.query = self.key = None
         if maps:
@@ -110,7 +120,64 @@ class CacheHead(Head):
 
     def replace_decoder(self, decoder: nn.Linear) -> None:
         super().replace_decoder(decoder)
-        self._share()
+        self.base.vocab = self.vocab
+
+    @classmethod
+    def start_options(cls, start: Start, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a cache that hardly changes the layer, and can learn to.
+
+        Scores of at most about `SHARPNESS` nats, where sqrt(H) would give those of trained states a hundred;
+        and the memory weighed against probabilities, since their normaliser wanders by several nats between
+        tokens. `components` are the base's; without a base that has some, it is a softmax with a map of its
+        own to train, as the heads that it will be held against.
+        """
+        made = super().start_options(start, options)
+        base, below = made.get("base"), dict(made.get("base_options") or {})
+        if "components" in made:
+            below["components"] = made.pop("components")
+        if base is None:
+            base = "mos" if "components" in below else "moc"
+            below.setdefault("components", 1)
+        if not isinstance(base, str) or base not in HEADS or base == cls.name:
+            raise FullrankError(
+                f"the head under the cache is {base!r}: expected the name of another, such as softmax or mos"
+            )
+        below = HEADS[base].start_options(start, below)
+        if below.pop("bias", False):
+            made["bias"] = True
+        states = max(start.weight.shape[1] * start.size**2, 1e-6)
+        return {
+            "temperature": states / SHARPNESS,
+            "memory_weight": math.log(SHARE / REMEMBERED) - SHARPNESS,
+            "maps": True,
+            "normalised": True,
+            **made,
+            "base": base,
+            "base_options": below,
+        }
+
+    @torch.no_grad()
+    def start_from(self, start: Start) -> None:
+        self.base.start_from(start)
+        bias, self.softcap = self.decoder.bias, self.base.softcap
+        super().start_from(dataclasses.replace(start, softcap=None, bias=bias))
+
+    def starts_exactly(self, start: Start) -> bool:
+        return False
+
+    def redraw(self, size: float) -> None:
+        self.base.redraw(size)
+
+    def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
+        if name == "memory_weight":
+            # In nats, and far from where it is going.
+            return 16.0
+        if name in ("query.weight", "key.weight"):
+            return 4.0 / parameter.shape[-1]
+        return self.base.pace(name.removeprefix("base."), parameter, sizes)
+
+    def bias_for(self, frequency: Tensor, lift: float) -> Tensor:
+        return self.base.bias_for(frequency, lift)
 
     def attach(self, store: Store | None, *, neighbours: int = 64) -> None:
         """Remember what a store holds as well: its `neighbours` nearest entries a token, exactly; None: no
@@ -125,35 +192,6 @@ class CacheHead(Head):
                 "head's states"
             )
         self.store, self.neighbours = store, neighbours
-
-    def forward(
-        self,
-        hidden: States,
-        targets: Tensor | None = None,
-        *,
-        context: Tensor | None = None,
-        reduction: str = "mean",
-        token_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        return_stats: bool = False,
-        memory: Memory | None = None,
-    ) -> Tensor | tuple[Tensor, TokenStats]:
-        """As `Head.forward`; `memory` are the positions before the segment, from `remember`."""
-        states = self._checked(hidden, targets, context)
-        if targets is None:
-            return self._log_probs(states, context, memory)
-        check_reduction(targets, reduction, token_weight)
-        labels = Labels(
-            targets=targets,
-            reduction=reduction,
-            token_weight=token_weight,
-            ignore_index=ignore_index,
-            stats=return_stats,
-        )
-        loss, stats = self._loss(states, labels, context, memory)
-        if stats is None:
-            return loss
-        return loss, TokenStats(*(column.view(targets.shape) for column in stats))
 
     @torch.no_grad()
     def remember(
@@ -211,7 +249,7 @@ class CacheHead(Head):
 
     def _loss(
         self, states: list[Tensor], labels: Labels, context: Tensor | None, memory: Memory | None = None
-    ) -> tuple[Tensor, TokenStats | None]:
+    ) -> Loss:
         ids = cast(Tensor, context)
         tokens = CountedTokens(labels, self.vocab)
         remembered = self.remembered(states, ids, memory)
@@ -237,13 +275,12 @@ class CacheHead(Head):
         nll, normaliser = self._base_loss(states, tokens, ids)
         loss = tokens.reduce(join(nll, agreeing + weight - normaliser, every + weight - normaliser))
         if not labels.stats:
-            return loss, None
+            return Loss(loss)
         scores = self._scores(states, ids, memory, tokens.index)
-        return loss, tokens.statistics(scores.log_probs, scores.pieces)
+        return Loss(loss, tokens.statistics(scores.log_probs, scores.pieces))
 
     def _base_loss(self, states: list[Tensor], tokens: CountedTokens, ids: Tensor) -> tuple[Tensor, Tensor]:
         """-log p_base(y) and the normaliser l, [n] each, of the tokens that count."""
-        self._share()
         base = self.base
         if isinstance(base, RowHead) and not self.normalised:
             rows, log_prior = base._flat_rows([state.flatten(0, -2)[tokens.index] for state in states])
@@ -275,7 +312,6 @@ class CacheHead(Head):
         self, states: list[Tensor], context: Tensor, memory: Memory | None, index: Tensor | None = None
     ) -> CacheScores:
         """V-wide log-probabilities of all tokens, or of those at flat positions `index`."""
-        self._share()
         return CacheScores(
             base=self.base,
             decoder=self.decoder,
@@ -297,10 +333,6 @@ class CacheHead(Head):
     @staticmethod
     def _ids(context: Tensor) -> Tensor:
         return context.long().flatten(0, -2)
-
-    def _share(self) -> None:
-        """Let the base use the W that this module holds, whoever has put it there."""
-        self.base.__dict__["decoder"], self.base.vocab = self.decoder, self.vocab
 
     def _check_memory(self, memory: Memory, keys: Tensor) -> None:
         if memory.keys.shape[::2] != keys.shape[::2]:

@@ -13,12 +13,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fullrank.heads.base import Head, RowHead
+from fullrank.heads.base import Head
 from fullrank.heads.memory import Remembered, by_token, either, rectangles
 from fullrank.heads.pieces import piece_tokens
+from fullrank.heads.rows import RowHead
 from fullrank.heads.store import Store, nearest
-from fullrank.ops.memory.reference import masked_logsumexp
 from fullrank.ops.arguments import compute_dtype
+from fullrank.ops.memory.reference import masked_logsumexp
 from fullrank.ops.mixture.reference import bent_scores
 
 

@@ -19,6 +19,7 @@ read the last layer. `private` limits what the components own to the last `priva
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
@@ -134,6 +135,28 @@ class Contexts(nn.Module):
             return None, start
         common, start = start.split([self.width - self.private, self.private], dim=-1)
         return common, start
+
+    @torch.no_grad()
+    def redraw(self, size: float) -> None:
+        """Draw the gates anew for states of this size, while all components are equal."""
+        if self.components == 1:
+            # A prior over one component is 1: whatever its gate was drawn as is no part of a training.
+            self.gate.weight.zero_()
+            return
+        maps = [part for part in self.differences if isinstance(part, nn.Linear)]
+        equal = not any(bool(part.weight.any()) or bool(part.bias.any()) for part in maps)
+        if equal and not self.as_published:
+            self.gate.weight.normal_(std=self.gate.in_features**-0.5 / size)
+
+    def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
+        """As `Head.pace`: gates move to logits of about unit size, a difference with the layer it reads."""
+        if parameter.ndim < 2:
+            return sizes[0] / self.width
+        part, _, place = name.partition(".")
+        if part == "gate":
+            return 1.0 / (parameter.shape[-1] * sizes[0])
+        share = sizes[0] / sizes[int(place.partition(".")[0])] if part == "differences" else 1.0
+        return share / parameter.shape[-1]
 
     def _parts_of_few(self, states: list[Tensor]) -> tuple[Tensor | None, Tensor, Tensor] | None:
         """The same from one kernel, for the few tokens of a decoding step; None where that cannot serve."""

@@ -7,17 +7,22 @@ the same order. Parameters beyond softmax's matrix, as published: sum_l K_l (H_l
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import RowHead
 from fullrank.heads.contexts import Contexts
+from fullrank.heads.mixture import MixtureHead
+from fullrank.heads.start import Start
 
 
-class DirectOutputConnection(RowHead):
-    name: ClassVar[str] = "doc"
+class DirectOutputConnection(MixtureHead):
+    name = "doc"
+    published: ClassVar[Mapping[str, Any] | None] = {
+        "components": 20, "contexts": (15, 5), "dropout": 0.6, "balance": 0.001,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -50,5 +55,22 @@ class DirectOutputConnection(RowHead):
                 if isinstance(difference, nn.Linear):
                     nn.init.zeros_(difference.bias)
 
-    def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        return self.contexts(states)
+    @classmethod
+    def options_for(cls, settings: Mapping[str, Any], widths: Sequence[int]) -> dict[str, Any]:
+        """The last layer and the one below it, 3 contexts of the first for 1 of the second as published,
+        unless the setting `contexts` gives their numbers."""
+        components = settings["components"]
+        lower = components // 4 if len(widths) > 1 else 0
+        contexts = settings.get("contexts") or ((components - lower, lower) if lower else (components,))
+        if len(contexts) > len(widths):
+            raise FullrankError(
+                f"doc got contexts={contexts} for {len(contexts)} layers and the body has {len(widths)}: "
+                "give one number a layer, the last layer first"
+            )
+        layers = tuple(zip(widths, contexts, strict=False))
+        return {**super().options_for(settings, widths), "layers": layers}
+
+    @classmethod
+    def start_options(cls, start: Start, options: Mapping[str, Any]) -> dict[str, Any]:
+        made = super().start_options(start, options)
+        return {**made, "layers": made.get("layers", [[start.widths[0], 3], [start.widths[1], 1]])}

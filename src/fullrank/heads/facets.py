@@ -21,16 +21,21 @@ Parameters: V D + L P' H^2 + H + (P + S - 1) 2 H D + S (2 H + 1), + V with a bia
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, Labels, States, require_positive
+from fullrank.heads.base import Head, States, require_positive
+from fullrank.heads.confident import against, mixed_nll
+from fullrank.heads.labels import Labels, Loss
 from fullrank.heads.pieces import CountedTokens, cut, joined, piece_tokens
-from fullrank.ops import TokenStats, linear_logprob
+from fullrank.heads.start import Start
+from fullrank.ops import linear_nll
 from fullrank.ops.arguments import compute_dtype
+from fullrank.ops.memory.reference import masked_logsumexp
 from fullrank.ops.mixture.reference import bent_scores
 
 NOISE = 1e-4
@@ -38,7 +43,8 @@ NOISE = 1e-4
 
 
 class MultiFacet(Head):
-    name: ClassVar[str] = "facets"
+    name = "facets"
+    mixture: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -71,6 +77,36 @@ class MultiFacet(Head):
             each[:, :, :hidden] = start
             each[:, :, hidden:].uniform_(-NOISE / 2, NOISE / 2)
             each[-1, :, hidden:] = 0.0
+
+    @classmethod
+    def options_for(cls, settings: Mapping[str, Any], widths: Sequence[int]) -> dict[str, Any]:
+        """As many of the last layers as have one width, three as published at most."""
+        same = [source == widths[0] for source in widths[: cls.options()["layers"]]]
+        layers = same.index(False) if False in same else len(same)
+        return {**super().options_for(settings, widths), "layers": layers}
+
+    @classmethod
+    def start_options(cls, start: Start, options: Mapping[str, Any]) -> dict[str, Any]:
+        last, *below = start.widths
+        if any(width != last for width in below):
+            raise FullrankError(
+                f"facets reads layers of one width, the body's have {below[0]} and its last state {last}: "
+                "take doc, which reads them as they are"
+            )
+        return super().start_options(start, options)
+
+    @torch.no_grad()
+    def start_from(self, start: Start) -> None:
+        """Without the noise between facets: their gates and parts of the vocabulary tell them apart."""
+        self.facets.weight.view(-1, self.width, 2 * self.hidden)[:, :, self.hidden :] = 0.0
+        self.prior.weight.div_(max(start.size, 1.0))
+        super().start_from(start)
+
+    def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
+        if parameter.ndim > 1 and name.startswith(("prior", "blend")):
+            # To numbers of about unit size.
+            return 1.0 / (parameter.shape[-1] * (sizes[0] if name.startswith("prior") else max(sizes)))
+        return super().pace(name, parameter, sizes)
 
     def _checked(self, hidden: States, targets: Tensor | None, context: Tensor | None) -> list[Tensor]:
         states = super()._checked(hidden, targets, context)
@@ -128,36 +164,38 @@ class MultiFacet(Head):
         )
         return found.view(*states[0].shape[:-1], self.vocab)
 
-    def _loss(
-        self, states: list[Tensor], labels: Labels, context: Tensor | None
-    ) -> tuple[Tensor, TokenStats | None]:
+    def _loss(self, states: list[Tensor], labels: Labels, context: Tensor | None) -> Loss:
         tokens = CountedTokens(labels, self.vocab)
         last, window = self._inputs(states)
         rows, log_prior = self._rows(last[tokens.index], window[tokens.index])
         y, own = tokens.targets // self.partitions, tokens.targets % self.partitions
-        target, normalisers = torch.zeros_like(log_prior[:, 0]), []
+        nll, normalisers = torch.zeros_like(log_prior[:, 0]), []
         for part in range(self.partitions):
             weight, bias = self._part(part)
             # A target of another part has no row here: any row will do, and where() cuts its gradient.
             here = own == part
-            score, lse = linear_logprob(
+            found, lse = linear_nll(
                 rows[:, part], weight, torch.where(here, y, 0), bias=bias, pointwise=self.pointwise
             )
-            target = torch.where(here, score, target)
+            nll = torch.where(here, found, nll)
             normalisers.append(lse)
-        joint = [(target - torch.logsumexp(torch.stack(normalisers), dim=0))[:, None]]
+        every = torch.stack(normalisers, dim=1)
+        others = torch.arange(self.partitions, device=own.device) != own[:, None]
+        odds = masked_logsumexp(every, others) - every.gather(1, own[:, None])[:, 0]
+        each = [(nll + against(odds))[:, None]]
         if self.softmaxes > 1:
-            score, lse = linear_logprob(
+            found, _ = linear_nll(
                 rows[:, self.partitions :].flatten(0, 1),
                 self.decoder.weight,
                 tokens.targets.repeat_interleave(self.softmaxes - 1),
                 bias=self.decoder.bias,
                 pointwise=self.pointwise,
             )
-            joint.append((score - lse).unflatten(0, (len(tokens), self.softmaxes - 1)))
-        loss = tokens.reduce(-torch.logsumexp(log_prior + torch.cat(joint, dim=1), dim=1))
+            each.append(found.unflatten(0, (len(tokens), self.softmaxes - 1)))
+        loss = tokens.reduce(mixed_nll(torch.cat(each, dim=1), log_prior))
         if not labels.stats:
-            return loss, None
-        return loss, tokens.statistics(
+            return Loss(loss, None, log_prior)
+        stats = tokens.statistics(
             lambda piece: self._piece_log_probs(rows[piece], log_prior[piece]), self._pieces(len(tokens))
         )
+        return Loss(loss, stats, log_prior)

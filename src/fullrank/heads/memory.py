@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.heads.pieces import cut
-from fullrank.ops.memory.reference import View
 from fullrank.ops.arguments import compute_dtype
+from fullrank.ops.memory.reference import View
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

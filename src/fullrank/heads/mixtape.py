@@ -10,8 +10,8 @@ prior is the product of the gates on its path, gate to the left and 1 - gate to 
 
 Gate sharing: rare tokens share the gates sigmoid(u_k . g + s_k). Their priors do not depend on x, so the rare
 tail is a softmax of one mean context, which the fused primitive scores; the frequent tokens are scored in
-pieces, and the two parts meet in logaddexp. `frequent` says which tokens have gates of their own: the first
-so many ids, a sequence of ids, or None for all.
+pieces, and the two parts meet in their odds (`confident.py`). `frequent` says which tokens have gates of
+their own: the first so many ids, a sequence of ids, or None for all.
 
 Parameters, with G = gate_width and F frequent tokens: V D + K H D + (K - 1)(G H + H + F) + F G, + K - 1 for s
 where F < V, + V with a bias.
@@ -19,17 +19,20 @@ where F < V, + V with a bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, Labels, require_positive
+from fullrank.heads.base import Head, require_positive
+from fullrank.heads.confident import against, score_nll
+from fullrank.heads.labels import Labels, Loss
 from fullrank.heads.pieces import CountedTokens, checkpointed, cut, joined, piece_tokens, widened
-from fullrank.ops import Pointwise, TokenStats, linear_logprob
+from fullrank.heads.start import Start
+from fullrank.ops import Pointwise, linear_nll
 from fullrank.ops.arguments import compute_dtype
 from fullrank.ops.mixture.reference import bent_scores
 
@@ -46,8 +49,10 @@ def fold(leaves: Tensor, gates: Tensor) -> Tensor:
 
 
 class Mixtape(Head):
-    name: ClassVar[str] = "mixtape"
-    fixed_vocabulary: ClassVar[bool] = True
+    name = "mixtape"
+    fixed_vocabulary: bool = True
+    published: ClassVar[Mapping[str, Any] | None] = {"components": 4, "dropout": 0.29}
+    """Four, as the tree of gates has it, in what was published with mixtures otherwise."""
     order: Tensor
     """[V] the frequent ids, then the rare ones."""
     place: Tensor
@@ -88,6 +93,16 @@ class Mixtape(Head):
         # Gate logits of about unit size on states of unit size: unequal over states and over tokens.
         nn.init.normal_(self.gate.weight, std=hidden**-0.5)
         nn.init.normal_(self.token_gate, std=gate_width**-0.5)
+
+    @classmethod
+    def equal_size(cls, width: int) -> dict[str, int]:
+        return {"width": width * 5 // 6, "components": 4}
+
+    @classmethod
+    def start_options(cls, start: Start, options: Mapping[str, Any]) -> dict[str, Any]:
+        raise FullrankError(
+            "mixtape squeezes its contexts by tanh, so no start of it is the original: take mos or trunk"
+        )
 
     @staticmethod
     def _frequent_ids(frequent: int | Sequence[int] | None, vocab: int) -> list[int]:
@@ -153,9 +168,7 @@ class Mixtape(Head):
         found = joined(self._scores(flat).log_probs, self._pieces(flat.shape[0]))
         return found.view(*states[0].shape[:-1], self.vocab)
 
-    def _loss(
-        self, states: list[Tensor], labels: Labels, context: Tensor | None
-    ) -> tuple[Tensor, TokenStats | None]:
+    def _loss(self, states: list[Tensor], labels: Labels, context: Tensor | None) -> Loss:
         tokens = CountedTokens(labels, self.vocab)
         scores = self._scores(states[0].flatten(0, -2)[tokens.index])
         pieces = self._pieces(len(tokens))
@@ -164,22 +177,23 @@ class Mixtape(Head):
 
         def frequent_part(piece: slice) -> Tensor:
             found = scores.frequent(piece)
-            target = found.gather(1, torch.where(own, place, 0)[piece, None])[:, 0]
-            return torch.stack([target, torch.logsumexp(found, dim=1)], dim=1)
+            nll = score_nll(found, torch.where(own, place, 0)[piece])
+            return torch.stack([nll, torch.logsumexp(found, dim=1)], dim=1)
 
-        target, lse = checkpointed(frequent_part, pieces).unbind(1)
+        nll, lse = checkpointed(frequent_part, pieces).unbind(1)
         if scores.mean is not None:
             # A frequent target has no row in the tail: any row will do there, and where() cuts its gradient.
-            tail_target, tail_lse = linear_logprob(
+            tail_nll, tail_lse = linear_nll(
                 scores.mean,
                 scores.rare_weight,
                 torch.where(own, 0, place - self.frequent),
                 bias=scores.rare_bias,
                 pointwise=scores.pointwise,
             )
-            target, lse = torch.where(own, target, tail_target), torch.logaddexp(lse, tail_lse)
-        loss = tokens.reduce(lse - target)
-        return loss, tokens.statistics(scores.log_probs, pieces) if labels.stats else None
+            odds = tail_lse - lse
+            nll = torch.where(own, nll, tail_nll) + against(torch.where(own, odds, -odds))
+        stats = tokens.statistics(scores.log_probs, pieces) if labels.stats else None
+        return Loss(tokens.reduce(nll), stats)
 
 
 @dataclass(frozen=True, kw_only=True)

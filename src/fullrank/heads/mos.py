@@ -15,13 +15,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fullrank.heads.base import RowHead, require_positive
+from fullrank.heads.base import require_positive
 from fullrank.heads.contexts import Contexts
+from fullrank.heads.mixture import MixtureHead
+from fullrank.heads.rows import Parts
 from fullrank.heads.sigsoftmax import BentBySigmoid
 
 
-class MixtureOfSoftmaxes(RowHead):
-    name: ClassVar[str] = "mos"
+class MixtureOfSoftmaxes(MixtureHead):
+    name = "mos"
+    worth_trying: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -41,18 +44,20 @@ class MixtureOfSoftmaxes(RowHead):
             sources=((hidden, components),), width=self.width, as_published=as_published, dropout=dropout
         )
 
-    def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        return self.contexts(states)
-
 
 class MixtureOfSigsoftmaxes(BentBySigmoid, MixtureOfSoftmaxes):
-    name: ClassVar[str] = "moss"
+    name = "moss"
 
 
 class MixtureOfContexts(MixtureOfSoftmaxes):
-    name: ClassVar[str] = "moc"
+    name = "moc"
+    worth_trying: ClassVar[bool] = False
+    """No rank to gain: the control of mos."""
 
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        contexts, log_prior = self.contexts(states)
-        prior = log_prior.exp().to(contexts.dtype)
-        return torch.sum(prior[..., None] * contexts, dim=-2, keepdim=True), None
+        return self.parts(states).rows, None
+
+    def parts(self, states: list[Tensor]) -> Parts:
+        contexts, gate = self.contexts(states)
+        row = torch.sum(gate.exp().to(contexts.dtype)[..., None] * contexts, dim=-2, keepdim=True)
+        return Parts(row, torch.zeros_like(gate[..., :1]), gate)

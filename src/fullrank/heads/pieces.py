@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Labels
+from fullrank.heads.labels import Labels
 from fullrank.ops import TokenStats
-from fullrank.ops.reduce import count_targets
 from fullrank.ops.arguments import compute_dtype
+from fullrank.ops.reduce import count_targets, reduce_losses
 from fullrank.ops.workspace import default_workspace
 
 Scorer = Callable[[slice], Tensor]
@@ -87,15 +87,10 @@ class CountedTokens:
 
     def reduce(self, nll: Tensor) -> Tensor:
         """The loss of nll [n]: a scalar, or for "none" one a token in the targets' shape."""
-        weighted = nll if self.share is None else nll * self.share.to(nll.dtype)
-        if self.reduction == "none":
-            every = nll.new_zeros(self.shape.numel())
-            return every.index_copy(0, self.index, weighted).view(self.shape)
-        total = weighted.sum()
-        if self.reduction == "sum":
-            return total
-        mass = nll.new_tensor(len(self)) if self.share is None else self.share.to(nll.dtype).sum()
-        return total * torch.where(mass == 0, 0.0, 1.0 / mass)
+        loss = reduce_losses(nll, self.share, self.reduction)
+        if self.reduction != "none":
+            return loss
+        return nll.new_zeros(self.shape.numel()).index_copy(0, self.index, loss).view(self.shape)
 
     @torch.no_grad()
     def statistics(self, log_probs: Scorer, pieces: Sequence[slice]) -> TokenStats:

@@ -8,23 +8,28 @@ Parameters: softmax's + bins.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.heads.base import require_positive
 from fullrank.heads.softmax import Softmax
-from fullrank.ops import PiecewiseLinear, Pointwise
+from fullrank.heads.start import Start
+from fullrank.ops import PiecewiseLinear, Pointwise, Softcap
 
 UNIT = math.log(math.e - 1.0)
 """softplus(UNIT) = 1"""
 
 
 class Plif(Softmax):
-    name: ClassVar[str] = "plif"
+    name = "plif"
+    worth_trying: ClassVar[bool] = True
+    precise: tuple[str, ...] = ("decoder.bias", "steepness")
 
     def __init__(
         self,
@@ -49,3 +54,27 @@ class Plif(Softmax):
     @property
     def pointwise(self) -> Pointwise:
         return PiecewiseLinear(nn.functional.softplus(self.steepness), self.limit)
+
+    @classmethod
+    def start_options(cls, start: Start, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Bins over the scores that came up and a quarter more; for a soft cap as far as it still rises."""
+        made = super().start_options(start, options)
+        wide = 1.25 * max(abs(start.low), abs(start.high), 16.0)
+        limit = math.ceil(wide if start.softcap is None else max(wide, 4.0 * start.softcap))
+        return {**made, "limit": made.get("limit", float(limit))}
+
+    @torch.no_grad()
+    def start_from(self, start: Start) -> None:
+        """Slopes 1, or those of the soft cap, which it then is nearly: piecewise linear is not tanh."""
+        if start.softcap is not None:
+            knots = torch.linspace(-self.limit, self.limit, len(self.steepness) + 1, dtype=torch.float64)
+            slopes = Softcap(start.softcap)(knots).diff() / knots.diff()
+            # The inverse of softplus.
+            self.steepness.copy_(slopes + torch.log(-torch.expm1(-slopes)))
+        super().start_from(dataclasses.replace(start, softcap=None))
+
+    def starts_exactly(self, start: Start) -> bool:
+        return start.softcap is None
+
+    def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
+        return 1.0 if name == "steepness" else super().pace(name, parameter, sizes)

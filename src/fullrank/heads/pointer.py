@@ -27,21 +27,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, Labels, States, require_positive
+from fullrank.heads.base import Head, States, require_positive
+from fullrank.heads.confident import score_nll
+from fullrank.heads.labels import Labels, Loss
 from fullrank.heads.pieces import MOST_TOKENS, CountedTokens, checkpointed, cut, joined, piece_tokens, widened
-from fullrank.ops import TokenStats
 from fullrank.ops.arguments import compute_dtype
 
 
 class Pointer(Head):
-    name: ClassVar[str] = "pointer"
-    needs_context: ClassVar[bool] = True
+    name = "pointer"
+    needs_context: bool = True
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Pointer(Head):
                 "pointer got every part switched off: leave one of them on, or build 'softmax'"
             )
         self.reads_time = context or pointer
-        self.needs_context = context or pointer  # type: ignore[misc]  # rerankers alone read no ids
+        self.needs_context = context or pointer  # rerankers alone read no ids
         self.asked = sizes
 
         def linear() -> nn.Linear:
@@ -108,18 +108,15 @@ class Pointer(Head):
         scores = PointerScores(self, states[0], None, context)
         return joined(scores.log_probs, scores.pieces).view(*states[0].shape[:-1], self.vocab)
 
-    def _loss(
-        self, states: list[Tensor], labels: Labels, context: Tensor | None
-    ) -> tuple[Tensor, TokenStats | None]:
+    def _loss(self, states: list[Tensor], labels: Labels, context: Tensor | None) -> Loss:
         tokens = CountedTokens(labels, self.vocab)
         scores = PointerScores(self, states[0], tokens.index, context)
 
         def nll(piece: slice) -> Tensor:
-            found = scores(piece)
-            return torch.logsumexp(found, dim=1) - found.gather(1, tokens.targets[piece, None])[:, 0]
+            return score_nll(scores(piece), tokens.targets[piece])
 
         loss = tokens.reduce(checkpointed(nll, scores.pieces))
-        return loss, tokens.statistics(scores.log_probs, scores.pieces) if labels.stats else None
+        return Loss(loss, tokens.statistics(scores.log_probs, scores.pieces) if labels.stats else None)
 
 
 class PointerScores:

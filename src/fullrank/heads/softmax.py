@@ -6,15 +6,13 @@ Parameters: V D, + V with a bias, + H D where H != D.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 
-from fullrank.heads.base import RowHead
+from fullrank.heads.rows import RowHead
 
 
 class Softmax(RowHead):
-    name: ClassVar[str] = "softmax"
+    name = "softmax"
 
     def __init__(self, *, hidden: int, vocab: int, width: int | None = None, bias: bool = False) -> None:
         super().__init__(hidden=hidden, vocab=vocab, width=width, bias=bias)

@@ -7,18 +7,24 @@ Parameters beyond softmax's matrix, by default: K H r + K r + K H, + H D where H
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Labels, RowHead, require_positive
+from fullrank.heads.base import require_positive
 from fullrank.heads.contexts import Contexts
-from fullrank.ops import TokenStats, trunk_nll
+from fullrank.heads.labels import Labels, Loss
+from fullrank.heads.mixture import MixtureHead
+from fullrank.heads.rows import reduction_of, shaped
+from fullrank.ops import trunk_nll
 
 
-class Trunk(RowHead):
-    name: ClassVar[str] = "trunk"
+class Trunk(MixtureHead):
+    name = "trunk"
+    worth_trying: ClassVar[bool] = True
+    published: ClassVar[Mapping[str, Any] | None] = None
 
     def __init__(
         self,
@@ -46,22 +52,22 @@ class Trunk(RowHead):
             dropout=dropout,
         )
 
-    def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        return self.contexts(states)
+    @classmethod
+    def equal_size(cls, width: int) -> dict[str, int]:
+        # Ten components.
+        return {"width": width * 23 // 24, "private": width * 5 // 24}
 
-    def _loss(
-        self, states: list[Tensor], labels: Labels, context: Tensor | None
-    ) -> tuple[Tensor, TokenStats | None]:
+    def _loss(self, states: list[Tensor], labels: Labels, context: Tensor | None) -> Loss:
         # What the shared pass does not serve goes as whole rows: see `ops.trunk_nll`.
-        plain = self.softcap is None and not labels.stats and self.row_skip == 0.0
+        plain = self.softcap is None and not labels.stats
         if not plain or self.private == self.width or self.contexts.dropping or self.components == 1:
             return super()._loss(states, labels, context)
         common, owned, log_prior = self.contexts.parts(states)
         assert common is not None
-        weight = labels.token_weight
+        log_prior = log_prior.flatten(0, -2)
         loss = trunk_nll(
-            common.flatten(0, -2), owned.flatten(0, -3), log_prior.flatten(0, -2), self.decoder.weight,
-            labels.targets.flatten(), bias=self.decoder.bias, reduction=labels.reduction,
-            token_weight=None if weight is None else weight.flatten(), ignore_index=labels.ignore_index,
+            common.flatten(0, -2), owned.flatten(0, -3), log_prior, self.decoder.weight,
+            labels.targets.flatten(), bias=self.decoder.bias, ignore_index=labels.ignore_index,
+            **reduction_of(labels),
         )  # fmt: skip
-        return loss.view(labels.targets.shape) if labels.reduction == "none" else loss, None
+        return Loss(shaped(loss, labels), None, log_prior)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as distributed
@@ -35,8 +35,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, Labels, RowHead
-from fullrank.ops import TokenStats
+from fullrank.heads.base import HEADS, Head
+from fullrank.heads.labels import Labels, Loss
+from fullrank.heads.rows import Parts, RowHead
+from fullrank.ops import Pointwise, TokenStats
 from fullrank.ops import parallel as vocab_parallel
 from fullrank.ops.parallel import gather, gather_shards, place, split
 
@@ -93,26 +95,23 @@ def _randomness(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 class VocabParallelHead(Head):
-    """A row head of which this process holds the vocabulary entries [start, stop). Made by `shard`."""
+    """A row head of which this process holds the vocabulary entries [start, stop). Made by `shard`.
 
-    name: ClassVar[str] = "vocab_parallel"
+    Its rows of W are `decoder`, the rest of the head is `inner`.
+    """
 
     def __init__(self, inner: RowHead, group: ProcessGroup | None = None) -> None:
-        nn.Module.__init__(self)
-        self.hidden, self.vocab, self.width = inner.hidden, inner.vocab, inner.width
+        rank, processes = place(group)
+        start, stop = split(inner.vocab, processes)[rank]
+        own = _some_rows(inner.decoder, start, stop)
+        super().__init__(hidden=inner.hidden, vocab=inner.vocab, width=inner.width, decoder=own)
+        self.name, self.mixture = inner.name, inner.mixture  # type: ignore[misc]
         self.state_widths = inner.state_widths
-        self.group = group
-        self.rank, self.processes = place(group)
-        self.start, self.stop = split(inner.vocab, self.processes)[self.rank]
+        self.group, self.rank, self.processes = group, rank, processes
+        self.start, self.stop = start, stop
         self.inner = inner
-        inner.decoder = self._own_decoder(inner.decoder)
-
-    def _own_decoder(self, whole: nn.Linear) -> nn.Linear:
-        own = nn.Linear(self.width, self.stop - self.start, bias=whole.bias is not None, device="meta")
-        for name, parameter in list(whole.named_parameters()):
-            rows = self.own_rows(parameter.detach()).clone()
-            own.register_parameter(name, nn.Parameter(rows, requires_grad=parameter.requires_grad))
-        return own
+        self.stand_on(inner)
+        self.register_load_state_dict_pre_hook(_take_older_names)
 
     def own_rows(self, whole: Tensor) -> Tensor:
         """This process's part of [V, ...]."""
@@ -123,9 +122,8 @@ class VocabParallelHead(Head):
         return gather_shards(own.detach(), start=self.start, group=self.group)
 
     @property
-    def contexts(self) -> nn.Module:
-        """The mixture's contexts, where the head has some."""
-        return cast(nn.Module, self.inner.contexts)
+    def pointwise(self) -> Pointwise:
+        return self.inner.pointwise
 
     def tie(self, embedding: nn.Embedding | nn.Parameter) -> None:
         raise FullrankError(
@@ -135,12 +133,12 @@ class VocabParallelHead(Head):
 
     def _gather_rows(
         self, states: list[Tensor], targets: Tensor | None, token_weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Parts:
         """Rows [processes * N, K, D] and log prior of the tokens of all processes."""
         seed = self._agree(states[0], targets, token_weight)
         every = [_Gather.apply(state, self.group) for state in states]
         with _randomness(seed, states[0].device):
-            return self.inner._flat_rows(every)
+            return self.inner.flat_parts(every)
 
     def _agree(self, state: Tensor, targets: Tensor | None, token_weight: Tensor | None) -> int | None:
         """Raise on every process alike where the batches differ in shape; process 0's seed while training."""
@@ -162,57 +160,64 @@ class VocabParallelHead(Head):
         return None if first < 0 else first
 
     def _shard(self) -> dict[str, Any]:
-        decoder = self.inner.decoder
         return {
             "start": self.start,
-            "bias": decoder.bias,
-            "pointwise": self.inner.pointwise,
+            "bias": self.decoder.bias,
+            "pointwise": self.pointwise,
             "group": self.group,
         }
 
-    def _loss(
-        self, states: list[Tensor], labels: Labels, context: Tensor | None
-    ) -> tuple[Tensor, TokenStats | None]:
-        if self.inner.row_skip:
-            raise FullrankError(
-                f"row_skip={self.inner.row_skip} is not served with W split over processes: set the head's "
-                "row_skip to 0"
-            )
-        rows, log_prior = self._gather_rows(states, labels.targets, labels.token_weight)
+    def _loss(self, states: list[Tensor], labels: Labels, context: Tensor | None) -> Loss:
+        """The log prior is that of the tokens of all processes."""
+        rows, log_prior, gate = self._gather_rows(states, labels.targets, labels.token_weight)
         targets, weight = labels.targets.flatten(), labels.token_weight
         every = _gathered(targets, self.group)
         shard = self._shard()
         loss = vocab_parallel.mixture_nll(
-            rows, log_prior, self.inner.decoder.weight, every, reduction=labels.reduction,
+            rows, log_prior, self.decoder.weight, every, reduction=labels.reduction,
             token_weight=None if weight is None else _gathered(weight.detach().flatten(), self.group),
             ignore_index=labels.ignore_index, **shard,
         )  # fmt: skip
         stats = None
         if labels.stats:
             known = vocab_parallel.token_stats(
-                rows, log_prior, self.inner.decoder.weight, every, ignore_index=labels.ignore_index, **shard
+                rows, log_prior, self.decoder.weight, every, ignore_index=labels.ignore_index, **shard
             )
             first = self.rank * targets.shape[0]
             stats = TokenStats(*(column[first : first + targets.shape[0]] for column in known))
         if labels.reduction == "none":
             loss = _Own.apply(loss, self.group).view(labels.targets.shape)
-        return loss, stats
+        return Loss(loss, stats, gate)
 
     @torch.no_grad()
     def _log_probs(self, states: list[Tensor], context: Tensor | None) -> Tensor:
         """Of this process's states, without gradients. All processes call together."""
-        rows, log_prior = self._gather_rows(states, None, None)
+        rows, log_prior, _ = self._gather_rows(states, None, None)
         by_process = (self.processes, rows.shape[0] // self.processes)
         rows, log_prior = rows.unflatten(0, by_process), log_prior.unflatten(0, by_process)
         own = rows.new_empty(0)
         # One process's tokens after another's, so that no more than N x V numbers are held for others.
         for rank in range(self.processes):
             whole = vocab_parallel.log_probs(
-                rows[rank], log_prior[rank], self.inner.decoder.weight, **self._shard()
+                rows[rank], log_prior[rank], self.decoder.weight, **self._shard()
             )
             if rank == self.rank:
                 own = whole
         return own.view(*states[0].shape[:-1], self.vocab)
+
+
+def _take_older_names(head: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Version 0.1 kept a process's rows of W with the inner head."""
+    for name in [name for name in state if name.startswith(f"{prefix}inner.decoder.")]:
+        state[name.replace("inner.decoder.", "decoder.", 1)] = state.pop(name)
+
+
+def _some_rows(whole: nn.Linear, start: int, stop: int) -> nn.Linear:
+    own = nn.Linear(whole.in_features, stop - start, bias=whole.bias is not None, device="meta")
+    for name, parameter in list(whole.named_parameters()):
+        rows = parameter.detach()[start:stop].clone()
+        own.register_parameter(name, nn.Parameter(rows, requires_grad=parameter.requires_grad))
+    return own
 
 
 def shard(head: Head, group: ProcessGroup | None = None) -> VocabParallelHead:
@@ -220,42 +225,43 @@ def shard(head: Head, group: ProcessGroup | None = None) -> VocabParallelHead:
 
     The head of the group's first process is what all start from. The head is taken over: its W is replaced.
     """
-    if not isinstance(head, RowHead):
+    if not head.splits:
+        known = sorted(name for name, one in HEADS.items() if one.splits)
         raise FullrankError(
             f"{head.name} does not go through one matrix alone, so its W cannot be split over processes: "
-            "expected one of softmax, low_rank, sigsoftmax, plif, moc, mos, moss, trunk or doc"
+            f"expected one of {', '.join(known)}"
         )
     _, processes = place(group)
     split(head.vocab, processes)
     if processes > 1:
         for tensor in head.state_dict().values():
             distributed.broadcast(tensor, group=group, group_src=0)
-    return VocabParallelHead(head, group)
+    return VocabParallelHead(cast(RowHead, head), group)
 
 
 def unshard(head: VocabParallelHead) -> RowHead:
     """The plain head with all of W, a copy on every process, without gradients."""
-    decoder = head.inner.decoder
+    decoder = head.decoder
     whole = nn.Linear(head.width, head.vocab, bias=decoder.bias is not None, device="meta")
     for name, parameter in list(decoder.named_parameters()):
         whole.register_parameter(name, nn.Parameter(head.all_rows(parameter), requires_grad=False))
-    plain = copy.deepcopy(head.inner).requires_grad_(False)
-    plain.decoder = whole
+    # A copy of the inner head alone, not of the one that it stands under.
+    plain = copy.deepcopy(head.inner, {id(head): head}).requires_grad_(False)
+    plain.decoder, plain.above = whole, ()
     return plain
 
 
 def full_state(head: VocabParallelHead) -> dict[str, Tensor]:
     """The state of the plain head, W whole, on every process; all processes call together."""
-    return {
-        name: head.all_rows(tensor) if name.startswith("decoder.") else tensor.detach().clone()
-        for name, tensor in head.inner.state_dict().items()
-    }
+    matrix = {f"decoder.{name}": head.all_rows(tensor) for name, tensor in head.decoder.state_dict().items()}
+    return matrix | {name: tensor.detach().clone() for name, tensor in head.inner.state_dict().items()}
 
 
 @torch.no_grad()
 def load_full_state(head: VocabParallelHead, state: Mapping[str, Tensor]) -> None:
     """Take a plain head's state: each process its rows of W. Nothing changes where it does not fit."""
-    own = head.inner.state_dict()
+    own = {f"decoder.{name}": tensor for name, tensor in head.decoder.state_dict().items()}
+    own |= head.inner.state_dict()
     if own.keys() != state.keys():
         raise FullrankError(
             f"the state has {sorted(state.keys() - own.keys())} too many and lacks "
@@ -291,9 +297,9 @@ def ignored_parameters(model: nn.Module) -> list[str]:
             "pass --set head.tie=false"
         )
     names = [
-        f"{prefix}.inner.decoder.{name}".removeprefix(".")
+        f"{prefix}.decoder.{name}".removeprefix(".")
         for prefix, head in heads
-        for name, _ in head.inner.decoder.named_parameters()
+        for name, _ in head.decoder.named_parameters()
     ]
     known = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
     model._ddp_params_and_buffers_to_ignore = known + [name for name in names if name not in known]  # type: ignore[assignment]
@@ -308,7 +314,7 @@ def clip_gradients(model: nn.Module, most: float) -> Tensor:
     so the processes would scale differently and their copies of all else would part.
     """
     heads = [head for _, head in _sharded(model)]
-    own = {parameter for head in heads for parameter in head.inner.decoder.parameters()}
+    own = {parameter for head in heads for parameter in head.decoder.parameters()}
     gradients = [
         (parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None
     ]

@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 
 from fullrank.errors import FullrankError
-from fullrank.heads import Head
+from fullrank.heads import HEADS, Head
 from fullrank.hf import controls, fit
 from fullrank.results.upgrade import Candidate
 
-AUTO = ("mos", "trunk", "moss", "sigsoftmax", "plif")
-"""What `--head auto` tries, all rows over one matrix: the heads of question 6 of the diagnosis, and plif."""
+
+def candidates() -> tuple[str, ...]:
+    """What `--head auto` tries: heads that are worth it and rows over one matrix."""
+    return tuple(name for name, head in HEADS.items() if head.worth_trying and head.splits)
 
 
 def choose_head(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fullrank.diagnose import estimates, frozen
 from fullrank.heads import Head
-from fullrank.heads.base import RowHead
+from fullrank.heads.rows import RowHead
 from fullrank.hf import fit, states
 from fullrank.hf.training import BATCH, WARM_UP
 from fullrank.ops import IDENTITY, Pointwise

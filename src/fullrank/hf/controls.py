@@ -7,30 +7,29 @@ softmax_equal   the same with a perceptron, so that it has as many parameters as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor, nn
 
 from fullrank.diagnose.better_head import Perceptron
 from fullrank.heads import Head
-from fullrank.heads.base import RowHead
 from fullrank.heads.contexts import Contexts
+from fullrank.heads.softmax import Softmax
 
 CONTROLS = ("softmax", "softmax_equal")
 
 
-class SoftmaxControl(RowHead):
+class SoftmaxControl(Softmax):
     """Softmax over rows h + M h + m, with a perceptron of `inner` units beside them where asked for.
 
     M and m start at 0, so that this starts as the plain head whose matrix it takes. `bias` gives it a bias, 0
     at the start, where the plain head has none: a head that has one must be held against one that does.
     """
 
-    name = "softmax"
-
     def __init__(self, plain: Head, inner: int = 0, *, bias: bool = False) -> None:
         super().__init__(hidden=plain.hidden, vocab=1, width=plain.width)
-        self.contexts: nn.Module = Contexts(
+        self.contexts: Contexts | Perceptron = Contexts(
             sources=((plain.hidden, 1),), width=plain.width, as_published=False
         )
         if inner:
@@ -45,6 +44,12 @@ class SoftmaxControl(RowHead):
 
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return cast(tuple[Tensor, Tensor], self.contexts(states[:1]))
+
+    def redraw(self, size: float) -> None:
+        self.contexts.redraw(size)
+
+    def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
+        return self.contexts.pace(name.removeprefix("contexts."), parameter, sizes)
 
 
 def controls(head: Head, plain: Head) -> dict[str, Head]:

@@ -26,7 +26,7 @@ from fullrank.diagnose import estimates, frozen
 from fullrank.diagnose.anatomy import longest
 from fullrank.errors import FullrankError
 from fullrank.heads import Head
-from fullrank.heads.base import RowHead
+from fullrank.heads.rows import RowHead
 from fullrank.hf import setting as ready
 from fullrank.hf import states, trainee, training
 from fullrank.hf.controls import CONTROLS, controls, size

@@ -38,7 +38,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.generic import can_return_tuple
 
 from fullrank.errors import FullrankError
-from fullrank.heads import CacheHead, Head, build
+from fullrank.heads import Head, build
 from fullrank.hf import memory as remembered
 from fullrank.hf.config import FullrankConfig
 
@@ -83,7 +83,8 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         self._skip_keys_device_placement = self.model._skip_keys_device_placement
         self._tied_weights_keys = {TIED: f"model.{embedding_name(self.model)}"}
         # Wherever scores are bent, a shift of them all counts, and bf16 cannot hold a large one exactly.
-        self._keep_in_fp32_modules_strict = [f"lm_head.{name}" for name in precise_parameters(self.lm_head)]
+        kept = [name for name, _ in self.lm_head.named_parameters() if name in self.lm_head.precise]
+        self._keep_in_fp32_modules_strict = [f"lm_head.{name}" for name in kept]
         for part in (body, self.lm_head):
             # What has its values is not drawn anew; on the meta device nothing has.
             for module in part.modules() if part is not None else ():
@@ -229,7 +230,8 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         decoder = head.decoder
         # A tied matrix grows with the embedding, of which its module knows nothing.
-        decoder.out_features = head.vocab = self.config.vocab_size = len(decoder.weight)
+        decoder.out_features = self.config.vocab_size = len(decoder.weight)
+        head.replace_decoder(decoder)
         if decoder.bias is not None and mean_resizing and head.vocab > old:
             # transformers gives a tied head's new tokens the bias 0, which says much where others have 20.
             with torch.no_grad():
@@ -368,15 +370,6 @@ def build_head(config: FullrankConfig) -> Head:
     if config.softcap is not None:
         head.cap_scores(config.softcap)
     return head
-
-
-def precise_parameters(head: Head) -> list[str]:
-    """Parameters that stay in fp32 when the rest is rounded: where bent scores lie, their bends, and the
-    weight of a memory."""
-    base = head.base if isinstance(head, CacheHead) else head
-    bends = type(base).pointwise is not Head.pointwise
-    kept = {"decoder.bias", "steepness", "lift", "base.steepness", "base.lift"} if bends else set()
-    return [name for name, _ in head.named_parameters() if name in kept | {"memory_weight"}]
 
 
 def embedding_name(body: nn.Module) -> str:

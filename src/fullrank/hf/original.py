@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fullrank.diagnose import anatomy, loading
 from fullrank.errors import FullrankError
+from fullrank.heads import Start
 
 PROBE = 24
 """Tokens in each of the two texts of the probe."""
@@ -25,19 +26,11 @@ PROBE = 24
 class Layer:
     """The output layer of the original, as the upgrade needs it."""
 
-    weight: nn.Parameter
-    """[V, D], the original's own tensor."""
-    bias: Tensor | None
-    """[V], with the scale in it."""
+    start: Start
+    """Of the scaled states: what a head needs to start as this layer. The bias has the scale in it."""
     scale: float
     """logits = f(W (scale h) + bias), h the body's last state."""
-    softcap: float | None
     tied: bool
-    size: float
-    """Root mean square of the scaled states' entries."""
-    low: float
-    high: float
-    """Range of the scores W h + bias on the probe."""
 
 
 def probe_ids(model: Any) -> Tensor:
@@ -101,16 +94,17 @@ def read(model: Any, body: Any, ids: Tensor) -> tuple[Layer, Tensor]:
     bias = output.bias
     if bias is not None and facts.logit_scale == 1.0 and len(original.bias) == kept:
         bias = original.bias
-    layer = Layer(
+    start = Start(
         weight=weight,
         bias=bias,
-        scale=facts.logit_scale * between,
         softcap=facts.softcap,
-        tied=facts.tied,
         size=float(states.square().mean().sqrt()) * abs(facts.logit_scale),
         low=float(scores.min()),
         high=float(scores.max()),
+        # Of the layers below only the width is told, not how many there are.
+        widths=(weight.shape[1], body.config.get_text_config().hidden_size),
     )
+    layer = Layer(start=start, scale=facts.logit_scale * between, tied=facts.tied)
     return layer, torch.log_softmax(logits.double(), dim=-1)
 
 

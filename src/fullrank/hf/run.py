@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -282,13 +281,13 @@ def _candidates(loaded: Loaded, options: dict[str, Any]) -> tuple[dict[str, Any]
     """The heads that `auto` tries, on one body, and why others are left out."""
     models: dict[str, Any] = {}
     refused: dict[str, str] = {}
-    accepted = {name: set(inspect.signature(HEADS[name]).parameters) for name in choose.AUTO}
+    accepted = {name: set(HEADS[name].options()) for name in choose.candidates()}
     unknown = sorted(set(options) - set().union(*accepted.values()))
     if unknown:
         raise FullrankError(
             f"no head that --head auto tries has an option {', '.join(unknown)}: leave it out, or name a head"
         )
-    for name in choose.AUTO:
+    for name in accepted:
         given = {option: value for option, value in options.items() if option in accepted[name]}
         try:
             models[name] = upgrade(loaded, name, **given)

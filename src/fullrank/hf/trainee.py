@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -27,12 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.diagnose import frozen
-from fullrank.diagnose.better_head import Perceptron
 from fullrank.errors import FullrankError
 from fullrank.heads import CacheHead, Head
 from fullrank.heads.alignment import alignment_loss
-from fullrank.heads.base import RowHead
-from fullrank.heads.contexts import Contexts
+from fullrank.heads.rows import RowHead
 from fullrank.hf.setting import Setting
 from fullrank.hf.states import Part
 from fullrank.ops import IDENTITY, mixture_nll
@@ -73,7 +70,7 @@ class Trainee(nn.Module):
         if self.is_rows and setting.matrix and not own:
             self.map = nn.Parameter(weight.new_zeros(head.width, head.width))
             self.shift = None if bias is None else nn.Parameter(weight.new_zeros(head.width))
-        redraw(self.head, setting.scales[0])
+        self.head.redraw(setting.scales[0])
 
     @property
     def _trained(self) -> Tensor | slice:
@@ -82,7 +79,7 @@ class Trainee(nn.Module):
 
     def own(self) -> list[tuple[str, nn.Parameter]]:
         """The head's parameters but W and its bias."""
-        return [item for item in self.head.named_parameters() if not item[0].startswith("decoder.")]
+        return list(self.head.own_parameters())
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         parts = ("matrix", "bias", "offset", "map", "shift")
@@ -97,28 +94,18 @@ class Trainee(nn.Module):
         ]
 
     def _pace(self, name: str, parameter: Tensor) -> float:
-        first, width = self.setting.scales[0], self.head.width
+        width = self.head.width
         if name == "matrix":
             return 4.0 * float(parameter.detach().square().mean().sqrt()) / width
         if name == "bias":
             return 0.25
-        if name in ("offset", "steepness", "lift"):
+        if name == "offset":
             return 1.0
-        if name == "memory_weight":
-            # In nats, and far from where it is going.
-            return 16.0
-        if parameter.ndim < 2:
-            return first / width
-        across = parameter.shape[-1]
-        if name in ("query.weight", "key.weight") and isinstance(self.head, CacheHead):
-            return 4.0 / across
-        if re.search("gate|prior|enter|blend", name):
-            # To numbers of about unit size.
-            return 1.0 / (across * (max(self.setting.scales) if "blend" in name else first))
-        if "leave" in name:
-            return first / width
-        layer = re.search(r"differences\.(\d+)\.", name)
-        return (first / self.setting.scales[int(layer[1])] if layer else 1.0) / across
+        if name == "map":
+            return 1.0 / width
+        if name == "shift":
+            return self.setting.scales[0] / width
+        return self.head.pace(name, parameter, self.setting.scales)
 
     def batch_losses(self, fitting: bool, chosen: Tensor) -> Tensor:
         """Nats of the chosen tokens, or of all tokens of the chosen windows, differentiable."""
@@ -275,19 +262,3 @@ class Trainee(nn.Module):
             head.decoder.weight = nn.Parameter(
                 folded.to(old.device, old.dtype), requires_grad=old.requires_grad
             )
-
-
-@torch.no_grad()
-def redraw(head: Head, scale: float) -> None:
-    """Draw anew, for this seed and states of this size, what may be anything while it changes nothing."""
-    for module in head.modules():
-        if isinstance(module, Contexts) and module.components == 1:
-            # A prior over one component is 1: whatever its gate was drawn as is no part of a training.
-            module.gate.weight.zero_()
-    contexts = getattr(head.base if isinstance(head, CacheHead) else head, "contexts", None)
-    if isinstance(contexts, Perceptron) and not bool(contexts.leave.weight.any()):
-        contexts.enter.weight.normal_(std=contexts.enter.in_features**-0.5 / scale)
-    if isinstance(contexts, Contexts) and not contexts.as_published and contexts.components > 1:
-        maps = [part for part in contexts.differences if isinstance(part, nn.Linear)]
-        if not any(bool(part.weight.any()) or bool(part.bias.any()) for part in maps):
-            contexts.gate.weight.normal_(std=contexts.gate.in_features**-0.5 / scale)

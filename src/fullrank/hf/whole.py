@@ -28,7 +28,6 @@ from fullrank.errors import FullrankError
 from fullrank.heads import CacheHead, Head
 from fullrank.heads.alignment import alignment_loss
 from fullrank.hf import checkpoints, controls, fit, states
-from fullrank.hf.trainee import redraw
 from fullrank.hf.training import WARM_UP
 from fullrank.results.upgrade import TrainedHead, TrainingText, UpgradeTraining
 
@@ -174,7 +173,7 @@ def _copy(model: Any, head: Head, size: float, seed: int) -> Any:
     other.lm_head = copy.deepcopy(head)
     if tied:
         other.lm_head.decoder.weight = other.get_input_embeddings().weight
-    redraw(other.lm_head, size)
+    other.lm_head.redraw(size)
     return other.requires_grad_(True)
 
 
@@ -199,8 +198,8 @@ def _train(
         return Found(losses=kept[0]["losses"], **facts)
     trained = _copy(model, head, size, seed)
     old, new = PACES[pace]
-    added = dict(trained.lm_head.named_parameters())
-    own = [one for name, one in added.items() if not name.startswith("decoder.") and name != "memory_weight"]
+    added = dict(trained.lm_head.own_parameters())
+    own = [one for name, one in added.items() if name != "memory_weight"]
     weight = [added["memory_weight"]] if "memory_weight" in added else []
     mine = {id(parameter) for parameter in (*own, *weight)}
     rest = [parameter for parameter in trained.parameters() if id(parameter) not in mine]

@@ -3,22 +3,20 @@
     head width D        as set, else the width of the state that it reads
     embedding width     as set, else D where head and embedding share one matrix, else the hidden width
 
-A head gets the options that its class has; the others are not for it. `doc` reads the last layer and the one
-below it, 3 contexts of the first for 1 of the second as published, unless `contexts` says otherwise;
-`facets` reads as many of the last three layers as have one width.
+A head takes from the settings what it has options for, and for a body's widths what it makes of them
+(`Head.options_for`).
 
 Body first, then head: one seed gives the same body under every head.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple, Protocol
 
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Head
-from fullrank.heads.registry import HEADS
 from fullrank.heads.registry import build as build_head
+from fullrank.heads.registry import find as find_head
 from fullrank.models.awd_lstm import AwdLstm
 from fullrank.models.body import Body
 from fullrank.models.language_model import LanguageModel
@@ -99,9 +97,6 @@ PYTHIA = {
 }
 """Pythia's widths and depths (EleutherAI/pythia, models/*/*.yml); tiny is ours, a 14m of two layers."""
 
-FACET_LAYERS = 3
-"""The most layers that `facets` reads, as published."""
-
 
 def build_model(
     body: BodySettings,
@@ -164,36 +159,14 @@ def build_body(body: BodySettings, *, vocab: int, embedding: int, context: int) 
 
 def build_top(head: HeadSettings, *, widths: tuple[int, ...], vocab: int, width: int) -> Head:
     """The head for a body whose states have these widths, the last layer first."""
-    hidden = widths[0]
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "components": head.components,
         "width": width,
         "dropout": head.dropout,
         "bias": head.bias,
         "as_published": head.as_published,
     }
-    if head.private:
-        options["private"] = head.private
-    if head.name == "low_rank":
-        options["rank"] = head.rank or max(1, min(hidden, width) // 2)
-    elif head.name == "doc":
-        options["layers"] = _doc_layers(head, widths)
-    elif head.name == "facets":
-        same = [source == hidden for source in widths[:FACET_LAYERS]]
-        options["layers"] = same.index(False) if False in same else len(same)
-    if head.name in HEADS:
-        known = inspect.signature(HEADS[head.name]).parameters
-        options = {name: value for name, value in options.items() if name in known}
-    return build_head(head.name, hidden=hidden, vocab=vocab, **options)
-
-
-def _doc_layers(head: HeadSettings, widths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """(width, contexts) of each layer that doc reads."""
-    lower = head.components // 4 if len(widths) > 1 else 0
-    contexts = head.contexts or ((head.components - lower, lower) if lower else (head.components,))
-    if len(contexts) > len(widths):
-        raise FullrankError(
-            f"doc got contexts={contexts} for {len(contexts)} layers and the body has {len(widths)}: give "
-            "one number a layer, the last layer first"
-        )
-    return tuple(zip(widths, contexts, strict=False))
+    # 0 leaves these to the head.
+    settings |= {name: value for name in ("private", "rank", "contexts") if (value := getattr(head, name))}
+    options = find_head(head.name).options_for(settings, widths)
+    return build_head(head.name, hidden=widths[0], vocab=vocab, **options)

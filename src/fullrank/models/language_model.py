@@ -5,8 +5,6 @@ Call it only through forward, so that wrappers that shard or average its weights
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Head
-from fullrank.heads.contexts import Contexts
 from fullrank.models.body import Body, Carried
 from fullrank.ops.arguments import compute_dtype
 
@@ -53,8 +50,7 @@ class LanguageModel(nn.Module):
                 f"{head.name} reads states of widths {list(head.state_widths)}, the body gives "
                 f"{list(body.widths)}, the last layer first: build the head for the body's widths"
             )
-        mixture = getattr(head, "contexts", None)
-        if balance and not isinstance(mixture, Contexts):
+        if balance and not head.mixture:
             raise FullrankError(f"{head.name} has no prior over components to balance: set balance=0")
         self.body, self.head = body, head
         self.activation, self.temporal, self.balance = activation, temporal, balance
@@ -71,33 +67,19 @@ class LanguageModel(nn.Module):
             log_probs = self.head(states, context=ids)
             return Prediction(log_probs, ids.new_empty(0, dtype=torch.float32), output.carried)
         penalised = self.training and reduction == "mean"
-        with self._recorded_priors(penalised and self.balance > 0.0) as log_priors:
-            loss = self.head(states, targets, context=ids, reduction=reduction)
+        balanced = penalised and self.balance > 0.0
+        found = self.head(states, targets, context=ids, reduction=reduction, return_prior=balanced)
+        loss, log_prior = found if balanced else (cast(Tensor, found), None)
         nll = loss.detach()
         if penalised:
             if self.activation:
                 loss = loss + self.activation * _widened(output.states[0]).square().mean()
             if self.temporal and ids.shape[1] > 1:
                 loss = loss + self.temporal * _widened(output.raw).diff(dim=1).square().mean()
-            for log_prior in log_priors:
-                mass = log_prior.flatten(0, -2).exp().sum(0)
+            if log_prior is not None:
+                mass = log_prior.exp().sum(0)
                 loss = loss + self.balance * mass.var(correction=0) / mass.mean().square()
         return Prediction(loss, nll, output.carried)
-
-    @contextmanager
-    def _recorded_priors(self, wanted: bool) -> Iterator[list[Tensor]]:
-        """The log prior [..., K] that the head makes inside, without making it a second time."""
-        found: list[Tensor] = []
-        if not wanted:
-            yield found
-            return
-        hook = cast(Contexts, self.head.contexts).register_forward_hook(
-            lambda module, states, made: found.append(made[1])
-        )
-        try:
-            yield found
-        finally:
-            hook.remove()
 
 
 def _widened(values: Tensor) -> Tensor:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
-from torch import Tensor
 
-from fullrank.heads.base import Head, RowHead
+from fullrank.heads.base import Head
 from fullrank.models import LanguageModel
 from fullrank.models.build import build_model
-from fullrank.ops import SIGSOFTMAX
 from fullrank.train.config import Config
 
 
@@ -36,16 +32,9 @@ def start_at_unigram(head: Head, counts: np.ndarray, *, lift: float = 0.0) -> No
     Adam moves a bias by about the rate a step, and log-frequencies lie up to ten nats apart: from zero, the
     first thousand steps would go into learning them.
 
-    Softmax does not see a constant added to all scores; f(z) = z + log sigmoid(z) does: it is z where scores
-    are large, 2 z where they are small, and curved between. `lift` says where on it the tokens start.
+    Softmax does not see a constant added to all scores; a head that does is moved along its curve by `lift`.
     """
     if head.decoder.bias is None:
         return
     frequency = torch.from_numpy((counts + 1.0) / (counts.sum() + len(counts)))
-    bent = isinstance(head, RowHead) and head.pointwise.kind == SIGSOFTMAX.kind
-    head.decoder.bias.copy_(unsigmoid(frequency * math.exp(lift)) if bent else frequency.log())
-
-
-def unsigmoid(frequency: Tensor) -> Tensor:
-    """z with exp(z) sigmoid(z) = p, of which z = log((p + sqrt(p^2 + 4 p)) / 2) is the only one."""
-    return torch.log((frequency + torch.sqrt(frequency.square() + 4 * frequency)) / 2)
+    head.decoder.bias.copy_(head.bias_for(frequency, lift))

@@ -27,8 +27,9 @@ from fullrank.diagnose import text as texts
 from fullrank.diagnose.anatomy import norm_rank
 from fullrank.diagnose.estimates import BLOCK
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, RowHead
+from fullrank.heads.base import Head
 from fullrank.heads.low_rank import LowRank
+from fullrank.heads.rows import RowHead
 from fullrank.heads.softmax import Softmax
 from fullrank.models.body import Body
 from fullrank.models.transformer import TransformerBody

@@ -27,7 +27,8 @@ from fullrank.diagnose.diagnosis import USUAL, Answers, Progress, Settings, answ
 from fullrank.diagnose.monitors import sampled_log_probs
 from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.errors import FullrankError
-from fullrank.heads.base import Head, RowHead
+from fullrank.heads.base import Head
+from fullrank.heads.rows import RowHead
 from fullrank.ops import IDENTITY, PiecewiseLinear, Pointwise
 from fullrank.results.diagnosis import Anisotropy, Diagnosis, ModelFacts
 from fullrank.train import checkpoint as checkpoints

@@ -17,16 +17,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from fullrank.heads.base import Head
 from fullrank.train.config import Config, OptimiserConfig
 
 
 def own_parameters(model: nn.Module) -> set[str]:
     """Names of what a head has besides its matrix: gates, contexts, projections."""
-    return {
-        name
-        for name, _ in model.named_parameters()
-        if ".head." in f".{name}" and not name.endswith(("decoder.weight", "decoder.bias"))
-    }
+    heads = [module for module in model.modules() if isinstance(module, Head)]
+    own = {parameter for head in heads for _, parameter in head.own_parameters()}
+    return {name for name, parameter in model.named_parameters() if parameter in own}
 
 
 def make(model: nn.Module, config: OptimiserConfig, device: torch.device) -> torch.optim.Optimizer:

@@ -13,13 +13,12 @@ import difflib
 from collections.abc import Callable
 from dataclasses import replace as replaced
 from functools import partial
+from typing import Any
 
 from fullrank.errors import FullrankError
+from fullrank.heads.registry import find as find_head
 from fullrank.models.build import PYTHIA
 from fullrank.train.config import BodyConfig, Config, DataConfig, HeadConfig, OptimiserConfig
-
-MIXTURES = ("mos", "moss", "moc", "doc", "mixtape")
-"""Heads whose own parameters are K projections: at equal parameters they take a narrower matrix."""
 
 
 def awd_lstm_ptb(head: str) -> Config:
@@ -40,7 +39,7 @@ def awd_lstm_ptb(head: str) -> Config:
         activation=2.0,
         temporal=1.0, evaluate_batch=10,
     )  # fmt: skip
-    return config if head not in MIXTURES else _published_mixture(config, lr=20.0, finetune_lr=25.0)
+    return _as_published(config, lr=20.0, finetune_lr=25.0)
 
 
 def awd_lstm_wt2(head: str) -> Config:
@@ -54,13 +53,16 @@ def awd_lstm_wt2(head: str) -> Config:
         body=replaced(plain.body, dropout_input=0.65, dropout_hidden=0.2),
         head=replaced(plain.head, name=head),
     )
-    return config if head not in MIXTURES else _published_mixture(config, lr=15.0, finetune_lr=20.0)
+    return _as_published(config, lr=15.0, finetune_lr=20.0)
 
 
-def _published_mixture(config: Config, *, lr: float, finetune_lr: float) -> Config:
-    """The settings published with mixtures, where they differ from AWD-LSTM's."""
+def _as_published(config: Config, *, lr: float, finetune_lr: float) -> Config:
+    """With a head that has published settings: the body's with mixtures, where they differ from AWD-LSTM's,
+    and the head's own."""
+    published = find_head(config.head.name).published
+    if published is None:
+        return config
     ptb = config.recipe.endswith("ptb")
-    doc = config.head.name == "doc"
     return replaced(
         config,
         batch=12 if ptb else 15,
@@ -71,21 +73,14 @@ def _published_mixture(config: Config, *, lr: float, finetune_lr: float) -> Conf
             dropout_input=0.4 if ptb else 0.55,
             dropout_hidden=0.225 if ptb else 0.2,
         ),
-        head=replaced(
-            config.head,
-            components=20 if doc else 15,
-            contexts=(15, 5) if doc else (),
-            width=280 if ptb else 300,
-            dropout=0.6 if doc else 0.29,
-            balance=0.001 if doc else 0.0,
-        ),
+        head=replaced(config.head, width=280 if ptb else 300, **published),
         optimiser=replaced(config.optimiser, lr=lr, finetune_lr=finetune_lr),
     )
 
 
 def awd_lstm(head: str) -> Config:
     """Ours for word-level text of a few million tokens; heads of nearly equal parameters on WikiText-2."""
-    width = 320 if head in MIXTURES else 368 if head == "trunk" else 384
+    size: dict[str, Any] = {"components": 10, **find_head(head).equal_size(384)}
     return Config(
         recipe="awd-lstm",
         data=DataConfig(level="words", vocabulary_from="all"),
@@ -93,7 +88,7 @@ def awd_lstm(head: str) -> Config:
             layers=2, hidden=960, last=640, dropout=0.3, dropout_embedding=0.05, dropout_input=0.3,
             dropout_hidden=0.2, weight_drop=0.3,
         ),
-        head=HeadConfig(name=head, components=10, width=width, private=80 if head == "trunk" else 0),
+        head=HeadConfig(name=head, **size),
         optimiser=OptimiserConfig(lr=8e-3, weight_decay=0.02, warmup=0.03),
         batch=64, length=70, epochs=6.0, evaluate_batch=64, activation=1.0, temporal=0.5,
     )  # fmt: skip
@@ -131,14 +126,5 @@ def recipe(name: str, head: str = "softmax") -> Config:
         close = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise FullrankError(f"no recipe is called {name!r}: expected one of {', '.join(RECIPES)}{hint}")
-    from fullrank.heads.registry import HEADS
-
-    if head not in HEADS:
-        close = difflib.get_close_matches(head, HEADS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise FullrankError(f"no head is called {head!r}: expected one of {', '.join(HEADS)}{hint}")
-    config = RECIPES[name](head)
-    if head == "mixtape":
-        # Its gates are a binary tree: a power of two, four as published.
-        config = replaced(config, head=replaced(config.head, components=4))
-    return config
+    find_head(head)
+    return RECIPES[name](head)

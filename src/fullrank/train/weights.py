@@ -25,7 +25,7 @@ def plain_name(name: str) -> str:
 
 def _is_shard(model: nn.Module, name: str) -> bool:
     head = getattr(model, "head", None)
-    return isinstance(head, VocabParallelHead) and name.startswith("head.inner.decoder.")
+    return isinstance(head, VocabParallelHead) and name.startswith("head.decoder.")
 
 
 def whole(model: Any, name: str, tensor: Tensor) -> Tensor:

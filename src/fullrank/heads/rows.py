@@ -1,0 +1,151 @@
+"""Heads that are rows, a prior and a pointwise function over one matrix: nearly all of them.
+
+    rows [..., K, D], log prior [..., K];   z_k = W row_k + b,   p = sum_k prior_k softmax(f(z_k))
+
+A subclass gives the rows and the prior; the fused loss, log-probabilities, sampling, the most probable tokens
+and the record come with it. So does W split over processes: rows are all that it needs of a head.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullrank.heads.base import Head, States
+from fullrank.heads.labels import Labels, Loss
+from fullrank.heads.record import MixtureRecord, describe_mixture
+from fullrank.ops import mixture_argmax, mixture_log_probs, mixture_nll, row_scores
+from fullrank.ops.reduce import reduce_losses
+
+# Log-probabilities that a decoding method may hold at once, in bytes.
+DECODING_BYTES = 256 << 20
+
+
+class Parts(NamedTuple):
+    """What a row head makes of states."""
+
+    rows: Tensor
+    """[..., K, D]"""
+    log_prior: Tensor
+    """[..., K]"""
+    gate: Tensor | None
+    """[..., K'] the log prior over a mixture's components, as a balance penalty takes it: most often
+    `log_prior`, but moc mixes before there is a row. None where the head is no mixture."""
+
+
+class RowHead(Head):
+    """A head that is rows, a prior and a pointwise function over one matrix.
+
+    One that has a shorter way to its loss has one to the same loss.
+    """
+
+    components: int = 1
+    splits: ClassVar[bool] = True
+
+    @abstractmethod
+    def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Rows [..., K, D] and their log prior [..., K]; None is one component with all the weight."""
+
+    def parts(self, states: list[Tensor]) -> Parts:
+        """Rows with a prior where there is one component as well, and what a mixture balances."""
+        rows, log_prior = self.rows(states)
+        if log_prior is None:
+            return Parts(rows, rows.new_zeros(rows.shape[:-1], dtype=torch.float32), None)
+        return Parts(rows, log_prior, log_prior if self.mixture else None)
+
+    def flat_parts(self, states: list[Tensor]) -> Parts:
+        """The same with one leading axis."""
+        rows, log_prior, gate = self.parts(states)
+        gate = None if gate is None else gate.flatten(0, -2)
+        return Parts(rows.flatten(0, -3), log_prior.flatten(0, -2), gate)
+
+    def _flat_rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        rows, log_prior, _ = self.flat_parts(states)
+        return rows, log_prior
+
+    def _score(self, rows: Tensor, log_prior: Tensor) -> Tensor:
+        """Log-probabilities [N, V] of rows [N, K, D]."""
+        decoder = self.decoder
+        return mixture_log_probs(rows, log_prior, decoder.weight, bias=decoder.bias, pointwise=self.pointwise)
+
+    def _log_probs(self, states: list[Tensor], context: Tensor | None) -> Tensor:
+        return self._score(*self._flat_rows(states)).view(*states[0].shape[:-1], self.vocab)
+
+    def _loss(self, states: list[Tensor], labels: Labels, context: Tensor | None) -> Loss:
+        rows, log_prior, gate = self.flat_parts(states)
+        decoder = self.decoder
+        result = mixture_nll(
+            rows, log_prior, decoder.weight, labels.targets.flatten(),
+            bias=decoder.bias, pointwise=self.pointwise, ignore_index=labels.ignore_index,
+            return_stats=labels.stats, **reduction_of(labels),
+        )  # type: ignore[call-overload]  # fmt: skip
+        loss, stats = result if labels.stats else (result, None)
+        return Loss(shaped(loss, labels), stats, gate)
+
+    @torch.no_grad()
+    def sample(
+        self, hidden: States, *, context: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """One exact draw a token at temperature 1: a component from the prior, then a token from it alone."""
+        states = self._checked(hidden, None, context)
+        rows, log_prior = self._flat_rows(states)
+        if self.components > 1:
+            which = torch.multinomial(log_prior.exp(), 1, generator=generator)
+            rows = rows.gather(1, which[:, :, None].expand(-1, -1, self.width))
+        drawn = []
+        for piece in rows.split(max(1, DECODING_BYTES // (8 * self.vocab))):
+            scores = row_scores(piece[:, 0], self.decoder.weight, self.decoder.bias, self.pointwise)
+            # The largest of scores plus Gumbel noise is a draw from their softmax, whatever its normaliser:
+            # argmax f - log e with e exponential.
+            noise = torch.empty_like(scores).exponential_(generator=generator)
+            drawn.append(scores.sub_(noise.log_()).argmax(-1))
+        return torch.cat(drawn).view(states[0].shape[:-1])
+
+    @torch.no_grad()
+    def top(self, hidden: States, m: int, *, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The m most probable tokens of the mixture: log-probabilities and ids, [..., m] each."""
+        states = self._checked(hidden, None, context)
+        self._check_top(m)
+        rows, log_prior = self._flat_rows(states)
+        shape = (*states[0].shape[:-1], m)
+        if m == 1:
+            decoder = self.decoder
+            best = mixture_argmax(
+                rows, log_prior, decoder.weight, bias=decoder.bias, pointwise=self.pointwise,
+                workspace=DECODING_BYTES,
+            )  # fmt: skip
+            return best[0].view(shape), best[1].view(shape)
+        size = max(1, DECODING_BYTES // (4 * self.vocab))
+        values, ids = [], []
+        for piece, prior in zip(rows.split(size), log_prior.split(size), strict=True):
+            leading = torch.topk(self._score(piece, prior), m, dim=-1)
+            values.append(leading.values)
+            ids.append(leading.indices)
+        return torch.cat(values).view(shape), torch.cat(ids).view(shape)
+
+    @torch.no_grad()
+    def describe(self, hidden: States) -> MixtureRecord:
+        """How the mixture uses its components on these states."""
+        rows, log_prior = self._flat_rows(self._checked(hidden, None, None))
+        return describe_mixture(
+            rows, log_prior, self.decoder.weight, bias=self.decoder.bias, pointwise=self.pointwise
+        )
+
+
+def reduction_of(labels: Labels) -> dict[str, Any]:
+    """How a fused loss is to reduce; single losses are weighted afterwards, by `shaped`."""
+    weight = None if labels.token_weight is None else labels.token_weight.flatten()
+    return {"reduction": labels.reduction, "token_weight": None if labels.reduction == "none" else weight}
+
+
+def shaped(loss: Tensor, labels: Labels) -> Tensor:
+    """The loss as forward gives it: for "none" weighted and in the shape of the targets."""
+    if labels.reduction != "none":
+        return loss
+    weight = labels.token_weight
+    return reduce_losses(loss, None if weight is None else weight.flatten(), "none").view(
+        labels.targets.shape
+    )
