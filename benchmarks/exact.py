@@ -27,7 +27,7 @@ class Gradients(NamedTuple):
     weight: Tensor
     """[V, D]"""
     share: Tensor
-    """[N, K], the posterior r: no gradient, but what row skipping goes by."""
+    """[N, K], the posterior r: no gradient, but a factor of all of them."""
 
 
 @torch.no_grad()

@@ -35,9 +35,7 @@ from benchmarks.peers import (
     LayerInputs,
     Loss,
     draw_inputs,
-    fullrank_loss,
     implementations,
-    takes_row_skip,
 )
 
 Row = dict[str, Any]
@@ -45,14 +43,8 @@ Row = dict[str, Any]
 PRODUCT_ROWS = 16384
 FLOOR = "floor"
 
-AS_TRAINED, PEAKED = 0.7, 4.0
-"""Spreads of the gate logits for row skipping. The first gives the prior the entropy of mixtures trained here
-(0.91 of log K, results/train_heads_final.json), the second makes it sure (0.31). Each row of the results
-states the fraction of rows that its bound keeps."""
 GRAPHED = ("fullrank", "compiled")
 """What is measured as a captured CUDA graph as well, for one component."""
-BOUNDS = (2.0**-12, 2.0**-10, 2.0**-8)
-"""Posterior shares under which a row is skipped."""
 
 
 @dataclass
@@ -203,43 +195,11 @@ def measure_layer(settings: Settings, D: int, V: int, K: int) -> list[Row]:
     return rows
 
 
-def measure_skipping(settings: Settings, D: int, V: int, K: int) -> list[Row]:
-    """The mixture with rows of small posterior share left out of the gradient products."""
-    if not takes_row_skip():
-        why = "not available: mixture_nll has no row_skip"
-        return [{**not_run("row skipping", D, V, K, why), "implementation": "fullrank, rows skipped"}]
-    return [row for scale in (AS_TRAINED, PEAKED) for row in measure_skipping_at(settings, D, V, K, scale)]
-
-
-def measure_skipping_at(settings: Settings, D: int, V: int, K: int, scale: float) -> list[Row]:
-    base = {"head": "mos", "components": K, "width": D, "vocab": V, "tokens": settings.tokens}
-    base |= {"part": "row skipping", "prior_scale": scale}
-    inputs = draw_inputs(
-        N=settings.tokens, K=K, D=D, V=V, dtype=settings.dtype, device=settings.device, seed=settings.seed,
-        prior_scale=scale,
-    )  # fmt: skip
-    exact = exact_gradients(inputs.rows, inputs.log_prior, inputs.weight, inputs.targets)
-    variants: dict[str, dict[str, float]] = {"fullrank, no row skipped": {"row_skip": 0.0}}
-    variants |= {"fullrank, as it comes": {}}
-    variants |= {f"fullrank, shares < 2^{bound.hex().split('p')[1]}": {"row_skip": bound} for bound in BOUNDS}
-    rows: list[Row] = []
-    ready: list[Ready | str] = []
-    for name, options in variants.items():
-        kept = float((exact.share > options["row_skip"]).double().mean()) if "row_skip" in options else None
-        rows.append({"implementation": name, **base, "kept": kept, **options})
-        ready.append(prepare(partial(fullrank_loss, inputs, **options), inputs, exact, settings))
-    del exact
-    floor_step, _ = bare_products(inputs)
-    measure_together(rows, ready, [float(K)] * len(rows), floor_step, settings)
-    return rows
-
-
 def cases(settings: Settings) -> Iterator[tuple[str, int, int, int]]:
     """(what, D, V, K): what only we have, then the peers, least and most components first: if time runs out,
     what lies between is missing."""
     for D, V in settings.shapes:
         yield "heads", D, V, settings.most
-        yield "row skipping", D, V, settings.most
     ends = [min(settings.components), settings.most]
     for several in (ends, [K for K in settings.components if K not in ends]):
         for D, V in settings.shapes:
@@ -257,6 +217,6 @@ def not_run(what: str, D: int, V: int, K: int, why: str) -> Row:
 
 def sizes(settings: Settings) -> dict[str, Any]:
     kept = ("tokens", "repeats", "seed", "compiler", "components", "shapes")
-    return {"dtype": str(settings.dtype).removeprefix("torch."), "bounds": BOUNDS} | {
+    return {"dtype": str(settings.dtype).removeprefix("torch.")} | {
         name: value for name, value in dataclasses.asdict(settings).items() if name in kept
     }

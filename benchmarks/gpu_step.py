@@ -26,19 +26,15 @@ from torch import Tensor, nn
 
 from benchmarks.gpt2_body import Gpt2Body
 from benchmarks.gpu_heads import spread_components
-from benchmarks.gpu_layer import PEAKED, Row
+from benchmarks.gpu_layer import Row
 from benchmarks.gpu_settings import Settings
 from benchmarks.measure import MIB, Budget, Step, reason, release, seconds
 from benchmarks.peers import cce_function, compiled_by, compiled_softmax, liger_function, torch_function
-from fullrank.heads import Head, RowHead, build
-from fullrank.ops import posterior_shares
+from fullrank.heads import Head, build
 
 HeadLoss = Callable[[Tensor, Tensor], Tensor]
 """(states [tokens, width], targets [tokens]) -> mean loss"""
 
-SKIPPED = 2.0**-8
-SURE = 16.0
-"""Gate weights times this are surer than times `PEAKED`."""
 NARROW = torch.bfloat16
 
 
@@ -47,10 +43,6 @@ class Variant:
     implementation: str
     head: str = "softmax"
     components: int = 1
-    skip: float | None = None
-    """Posterior share under which rows are skipped."""
-    gates: float = 1.0
-    """What the gate's weights are multiplied by."""
 
 
 def variants(settings: Settings) -> list[Variant]:
@@ -58,11 +50,6 @@ def variants(settings: Settings) -> list[Variant]:
     found = [Variant(implementation=name) for name in softmax if name not in settings.without]
     several = [K for K in settings.components if K > 1]
     found += [Variant(implementation="fullrank", head="mos", components=K) for K in several]
-    found += [
-        Variant(implementation="fullrank", head="mos", components=K, skip=SKIPPED, gates=gates)
-        for K in several[:1]
-        for gates in (PEAKED, SURE)
-    ]
     found.append(Variant(implementation="fullrank", head="trunk", components=settings.most))
     return found
 
@@ -76,14 +63,6 @@ def build_head(variant: Variant, body: Gpt2Body, settings: Settings) -> Head:
     with torch.device(settings.device):
         head = build(variant.head, hidden=sizes.width, vocab=sizes.vocab, **options)
         spread_components(head)
-    if variant.skip is not None:
-        if not hasattr(head, "row_skip"):
-            raise NotImplementedError("the head has no row_skip")
-        head.row_skip = variant.skip  # type: ignore[assignment]
-        with torch.no_grad():
-            head.contexts.gate.weight.mul_(variant.gates)  # type: ignore[union-attr, operator]
-    elif hasattr(head, "row_skip"):
-        head.row_skip = 0.0  # type: ignore[assignment]
     head.tie(body.embedding)
     return head
 
@@ -106,15 +85,6 @@ def softmax_loss(name: str, weight: Tensor, settings: Settings) -> HeadLoss:
     return lambda states, targets: function(states.to(NARROW), weight.to(NARROW), targets, "mean")
 
 
-@torch.no_grad()
-def kept_fraction(head: Head, states: Tensor, targets: Tensor) -> float:
-    """Of the rows, those with a posterior share above the bound."""
-    assert isinstance(head, RowHead)
-    rows, log_prior = head._flat_rows([states])
-    weight = head.decoder.weight.to(rows.dtype)
-    return float((posterior_shares(rows, log_prior, weight, targets) > head.row_skip).double().mean())
-
-
 def make_step(
     variant: Variant,
     body: Gpt2Body,
@@ -122,24 +92,20 @@ def make_step(
     settings: Settings,
     *,
     compiled: bool,
-) -> tuple[Step, float | None]:
-    """One step on fixed random tokens, and the fraction of rows that it keeps where it skips any; the
-    optimiser lives as long as the step."""
+) -> Step:
+    """One step on fixed random tokens; the optimiser lives as long as the step."""
     sizes, device = settings.step, settings.device
     draw = torch.Generator(device).manual_seed(settings.seed)
     shape = (sizes.batch, sizes.context)
     ids = torch.randint(sizes.vocab, shape, generator=draw, device=device)
     targets = torch.randint(sizes.vocab, shape, generator=draw, device=device).flatten()
-    parameters, kept = list(body.parameters()), None
+    parameters = list(body.parameters())
     if variant.head == "softmax" and variant.implementation != "fullrank":
         loss_of = softmax_loss(variant.implementation, body.embedding.weight, settings)
     else:
         head = build_head(variant, body, settings)
         parameters += [each for each in head.parameters() if each is not body.embedding.weight]
         loss_of = compiled_by(settings.compiler, head) if compiled else head
-        if variant.skip is not None:
-            with torch.no_grad(), torch.autocast(device, NARROW):
-                kept = kept_fraction(head, run_body(ids).flatten(0, 1), targets)
 
     # At rate 0 the work is the same and every variant sees the same weights.
     optimiser = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.1, fused=True)
@@ -151,7 +117,7 @@ def make_step(
         loss.backward()
         optimiser.step()
 
-    return step, kept
+    return step
 
 
 def measure_variant(
@@ -161,10 +127,10 @@ def measure_variant(
     settings: Settings,
     *,
     compiled: bool,
-) -> tuple[list[float], dict[str, float | None]]:
-    """Seconds of the timed steps, the peak in MiB and the fraction of rows kept."""
+) -> tuple[list[float], float | None]:
+    """Seconds of the timed steps, and the peak in MiB."""
     cuda = settings.device == "cuda"
-    step, kept = make_step(variant, body, run_body, settings, compiled=compiled)
+    step = make_step(variant, body, run_body, settings, compiled=compiled)
     for _ in range(settings.step.warm_up):
         step()
     if cuda:
@@ -172,7 +138,7 @@ def measure_variant(
         torch.cuda.reset_peak_memory_stats()
     times = [seconds(step, settings.device) for _ in range(settings.step.repeats)]
     peak = torch.cuda.max_memory_allocated() / MIB if cuda else None
-    return times, {"peak_mib": peak} | ({} if kept is None else {"kept": kept})
+    return times, peak
 
 
 def measure_steps(settings: Settings, kind: str, budget: Budget) -> Iterator[list[Row]]:
@@ -198,7 +164,6 @@ def measure_steps(settings: Settings, kind: str, budget: Budget) -> Iterator[lis
             "implementation": each.implementation, "head": each.head, "components": each.components,
             "width": sizes.width, "vocab": sizes.vocab, "body": kind, "tokens": sizes.batch * sizes.context,
         }
-        | ({} if each.skip is None else {"row_skip": each.skip, "gates": f"peaked x{each.gates:g}"})
         for each in found
     ]  # fmt: skip
     times: list[list[float]] = [[] for _ in found]
@@ -212,9 +177,9 @@ def measure_steps(settings: Settings, kind: str, budget: Budget) -> Iterator[lis
             # What a compiler cannot take runs without it, and says so.
             for compiled in (True, False) if kind == "compiled" else (False,):
                 try:
-                    taken, more = measure_variant(found[place], body, run_body, settings, compiled=compiled)
+                    taken, peak = measure_variant(found[place], body, run_body, settings, compiled=compiled)
                     times[place] += taken
-                    row |= more
+                    row["peak_mib"] = peak
                     break
                 except Exception as error:
                     row["not_compiled" if compiled else "missing"] = reason(error)

@@ -1,6 +1,6 @@
 """The CUDA benchmark from end to end: its parts, one file of figures that grows as they come, tables last.
 
-    layer    forward and backward of the output layer: every peer, row skipping, whole heads   -> "rows"
+    layer    forward and backward of the output layer: every peer, whole heads                 -> "rows"
     stages   where one call of ours spends its time                                            -> "stages"
     step     whole training steps of a model of GPT-2 small's size                             -> "steps"
     decode   one token's head call                                                             -> "decoding"
@@ -24,7 +24,7 @@ import torch
 from benchmarks import gpu_layer
 from benchmarks.gpu_decode import measure_decoding
 from benchmarks.gpu_heads import measure_heads
-from benchmarks.gpu_layer import Row, measure_layer, measure_skipping, not_run
+from benchmarks.gpu_layer import Row, measure_layer, not_run
 from benchmarks.gpu_settings import Settings
 from benchmarks.gpu_stages import measure_stages
 from benchmarks.gpu_step import measure_steps
@@ -91,7 +91,7 @@ def attempt(measure: Callable[[], list[Row]], fallback: Callable[[str], Row]) ->
 
 def run_layer(settings: Settings, budget: Budget) -> Iterator[list[Row]]:
     rows: list[Row] = []
-    measures = {"peers": measure_layer, "row skipping": measure_skipping, "heads": measure_heads}
+    measures = {"peers": measure_layer, "heads": measure_heads}
     for what, D, V, K in gpu_layer.cases(settings):
 
         def fallback(why: str, case: tuple[str, int, int, int] = (what, D, V, K)) -> Row:

@@ -113,24 +113,19 @@ def missing_lines(rows: list[Row]) -> str:
 
 
 def own_table(rows: list[Row], part: str, title: str) -> str:
-    """Row skipping, or whole heads: a line a variant."""
+    """Whole heads, or captured graphs: a line a variant."""
     rows = [row for row in rows if row.get("part") == part]
     if not rows:
         return ""
     lines = []
     for row in (row for row in rows if "missing" not in row):
-        if part == "row skipping":
-            name = f"s={row['prior_scale']:g} {row['implementation'].removeprefix('fullrank, ')}"
-        else:
-            name = f"{row['implementation']} {row['head']}"
+        name = f"{row['implementation']} {row['head']}"
         lines.append([
             f"{shape_of(row)} K={row['components']} {name}", number(row, "milliseconds"),
             number(row, "time_over_floor"), mib(row["extra_mib"]), number(row, "gradient_error", ".0e"),
-            number(row, "kept", ".3f") if part == "row skipping" else number(row, "time_over_softmax"),
-            row.get("path", ""),
+            number(row, "time_over_softmax"), row.get("path", ""),
         ])  # fmt: skip
-    last = "kept" if part == "row skipping" else "/softmax"
-    heading = ["", "ms", "/floor", "MiB", "error", last, "path"]
+    heading = ["", "ms", "/floor", "MiB", "error", "/softmax", "path"]
     return title + (f"\n{aligned(heading, lines)}" if lines else "") + missing_lines(rows)
 
 
@@ -154,10 +149,7 @@ def steps_table(rows: list[Row]) -> str:
         return ""
     lines = []
     for row in (row for row in rows if "missing" not in row):
-        skip = ""
-        if "row_skip" in row:
-            skip = f" skip<{row['row_skip']:.1g} {row['gates']} kept {number(row, 'kept')}"
-        name = f"{row['body']} model: {row['head']} K={row['components']} {row['implementation']}{skip}"
+        name = f"{row['body']} model: {row['head']} K={row['components']} {row['implementation']}"
         lines.append([
             name, number(row, "milliseconds", ".1f"), number(row, "time_over_softmax", ".3f"),
             number(row, "time_over_peer", ".3f"), mib(row.get("peak_mib")),
@@ -204,9 +196,6 @@ def tables(document: dict[str, Any]) -> str:
     rows = document["rows"]
     found = [
         layer_table(rows),
-        own_table(
-            rows, "row skipping", "Rows of small posterior share skipped, by spread s of the gate logits"
-        ),
         own_table(rows, "heads", "Whole heads on hidden states"),
         own_table(rows, "graphs", "Softmax as a captured CUDA graph"),
         stages_table(document["stages"]),

@@ -1,6 +1,6 @@
 """One output layer's inputs, and every implementation of its loss that can be had.
 
-    fullrank            fullrank.mixture_nll, every row counted (no row skipping)
+    fullrank            fullrank.mixture_nll
     eager               logits, log_softmax, logsumexp over the components; for K = 1 F.cross_entropy
     compiled            torch.compile of: F.cross_entropy of each row, then logsumexp over the components
     cce, cce exact      Apple's cut_cross_entropy on flattened rows, with its gradient filter and, for K = 1,
@@ -16,7 +16,6 @@ An implementation that is not installed raises on being made; that is a line of 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,15 +72,14 @@ def draw_inputs(
     dtype: torch.dtype,
     device: str,
     seed: int,
-    prior_scale: float = 1.0,
 ) -> LayerInputs:
-    """Scores of spread 1, gate logits of spread `prior_scale`, targets at random."""
+    """Scores of spread 1, gate logits of spread 1, targets at random."""
     draw = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, device=device)
 
-    gates = normal(N, K).mul_(prior_scale)
+    gates = normal(N, K)
     return LayerInputs(
         rows=normal(N, K, D).to(dtype).requires_grad_(),
         weight=normal(V, D).div_(D**0.5).to(dtype).requires_grad_(),
@@ -93,10 +91,6 @@ def draw_inputs(
 def spread_targets(targets: Tensor, K: int) -> Tensor:
     """[N] -> [N * K], each K times."""
     return targets[:, None].expand(-1, K).reshape(-1)
-
-
-def takes_row_skip() -> bool:
-    return "row_skip" in inspect.signature(mixture_nll).parameters
 
 
 def fullrank_loss(inputs: LayerInputs, **options: Any) -> Loss:
@@ -129,7 +123,7 @@ def compiled_by(compiler: str, function: Callable[..., Tensor]) -> Callable[...,
 
 
 def make_fullrank(inputs: LayerInputs, compiler: str) -> Loss:
-    return fullrank_loss(inputs, **({"row_skip": 0.0} if takes_row_skip() else {}))
+    return fullrank_loss(inputs)
 
 
 def make_eager(inputs: LayerInputs, compiler: str) -> Loss:

@@ -110,23 +110,6 @@ def test_layer_compares_the_same_gradients_and_names_what_is_missing(
     assert "fullrank" in "".join(ElementTree.parse(drawn).getroot().itertext())
 
 
-def test_row_skipping_is_measured_once_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, settings, peers = module("gpu_layer"), module("gpu_settings"), module("peers")
-    tiny = settings.tiny(out=tmp_path / "figures.json")
-    if not peers.takes_row_skip():
-        (row,) = layer.measure_skipping(tiny, 16, 192, 3)
-        assert row["missing"].startswith("not available")
-    plain = peers.fullrank_loss
-    monkeypatch.setattr(layer, "takes_row_skip", lambda: True)
-    monkeypatch.setattr(layer, "fullrank_loss", lambda inputs, **options: plain(inputs))
-    rows = layer.measure_skipping(tiny, 16, 192, 3)
-    sure = [row["kept"] for row in rows if row["prior_scale"] == layer.PEAKED and row.get("row_skip")]
-    # A larger bound keeps fewer rows, and a sure prior fewer than all.
-    assert sure == sorted(sure, reverse=True)
-    assert sure[-1] < 1.0
-    assert all(row["time_over_floor"] > 0 for row in rows)
-
-
 def test_other_parts_run_and_the_file_keeps_what_was_not_run(tmp_path: Path) -> None:
     settings, suite, table = module("gpu_settings"), module("gpu_suite"), module("gpu_table")
     out = tmp_path / "figures.json"

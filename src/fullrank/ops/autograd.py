@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fullrank.errors import FullrankError
-from fullrank.ops.products import scale
+from fullrank.ops.products import scale_all
 
 Optional = Tensor | None
 
@@ -84,12 +84,13 @@ class Operator(NamedTuple):
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Differentiable; beside a loss stands what the operator has, or None in place of an empty tensor."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
             raise FullrankError(
                 "fullrank's fused loss is one opaque call, which a transform of torch.func (grad, vmap, jvp, "
                 "...) cannot look into: pass impl='reference', or use torch.autograd"
             )
-        if _plain(*inputs[: self.tensors]):
+        if not compiling and _plain(*inputs[: self.tensors]):
             return Fullrank.apply(self, inputs[self.tensors :], *inputs[: self.tensors])
         return self.registered(*inputs)
 
@@ -112,8 +113,6 @@ class Fullrank(torch.autograd.Function):
 
 def _plain(*tensors: Optional) -> bool:
     """Whether nobody looks on who must see an operator: no compiler, no tracer, no subclass."""
-    if torch.compiler.is_compiling():
-        return False
     kinds = {type(tensor) for tensor in tensors if tensor is not None}
     return kinds <= {Tensor, torch.nn.Parameter} and not is_in_torch_dispatch_mode()
 
@@ -170,8 +169,8 @@ def scaled(
         for place, gradient in asked:
             found[place] = (gradient * (upstream * ctx.factor)).to(ctx.dtypes[place])
         return tuple(found)
-    factor = upstream * ctx.factor
-    for place, gradient in asked:
-        room = _room(gradient, ctx.dtypes[place])
-        found[place] = scale(gradient, factor, out=room).to(ctx.dtypes[place])
+    pairs = [(gradient, _room(gradient, ctx.dtypes[place])) for place, gradient in asked]
+    scale_all(pairs, upstream, ctx.factor)
+    for (place, _), (_, out) in zip(asked, pairs, strict=True):
+        found[place] = out.to(ctx.dtypes[place])
     return tuple(found)

@@ -217,7 +217,25 @@ def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> Tensor:
 
         if triton_base.obstacle(x.device, x.dtype) is None and out.dtype in triton_base.DTYPES:
             # torch's own kernels for two dtypes are slow.
-            return triton_base.scale(x, factor, out)
+            triton_base.scale_all([(x, out)], factor)
+            return out
     # One factor stays a scalar: as a tensor of some axes it would widen a copy of x.
     each = factor.view(-1, *[1] * (x.ndim - 1)) if factor.ndim else factor
     return torch.mul(x, each, out=out)
+
+
+def scale_all(pairs: list[tuple[Tensor, Tensor]], number: Tensor, factor: Tensor | float) -> None:
+    """out = x * number * factor for every (x, out), with numbers [] in fp32 or wider; on CUDA two in a launch
+    where that serves."""
+    tensors = [tensor for pair in pairs for tensor in pair]
+    if pairs and number.is_cuda and number.dtype == torch.float32:
+        from fullrank.ops import triton_base
+
+        served = all(each.is_contiguous() and each.dtype in triton_base.DTYPES for each in tensors)
+        if served and triton_base.obstacle(number.device, torch.float32) is None:
+            if isinstance(factor, Tensor):
+                number, factor = number * factor, 1.0
+            return triton_base.scale_all(pairs, number, factor)
+    for x, out in pairs:
+        torch.mul(x, number * factor, out=out)
+    return None

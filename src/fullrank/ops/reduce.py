@@ -14,9 +14,9 @@ row keeps its digits.
 token that is ignored, or that is given weight 0, counts nothing, even at an infinite loss: its loss and its
 gradient are 0. Where nothing counts, or the weights sum to 0, a mean is 0 with gradient 0, not 0/0.
 
-Ignored tokens are found with one look at the targets' values, for which the host waits for a CUDA device; all
-later work leaves them out, whatever their rows hold. While a CUDA graph is captured nothing can be looked at:
-every token goes through the products, an ignored one with weight 0 (its rows must be finite), and a target
+Ignored tokens are found with one look at the targets' values, for which the host waits for a CUDA device
+while that makes the first scores; all else leaves them out, whatever their rows hold. While a CUDA graph is
+captured nothing can be looked at: every token goes through the products, an ignored one with weight 0 (its rows must be finite), and a target
 outside the vocabulary makes the loss NaN instead of an error.
 """
 
@@ -180,8 +180,10 @@ class Tokens:
         """The loss of nll [N], which is 0 where ignored, and the factor that gradients made for weights of at
         most 1 still lack."""
         if weights is None:
-            inverse = (1.0 / self.count if self.count else 0.0) if mean else 1.0
-            return nll.sum() * inverse if mean else nll.sum(), inverse
+            if not mean:
+                return nll.sum(), 1.0
+            inverse = 1.0 / self.count if self.count else 0.0
+            return nll.mean() if self.count == nll.shape[0] > 0 else nll.sum() * inverse, inverse
         factor = weights.largest
         if mean:
             factor = factor * inverse_mass(nll, weights.share)
@@ -194,37 +196,55 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+class Look:
+    """One look at targets [N]: `tokens` waits for their copy alone, not for what is launched after it."""
+
+    def __init__(self, targets: Tensor, V: int, ignore_index: int | None) -> None:
+        self.targets, self.V, self.ignore_index = targets, V, ignore_index
+        self._captured = capturing(targets)
+        self._here, self._ready = targets, None
+        if targets.is_cuda and not self._captured:
+            # To pinned memory, because the host goes on.
+            self._here = targets.to("cpu", non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(targets.device))
+
+    def tokens(self) -> Tokens:
+        """Raises for a target that no row of W belongs to, naming it."""
+        targets, V, ignore_index = self.targets, self.V, self.ignore_index
+        if self._captured:
+            outside = (targets < 0) | (targets >= V)
+            ignored = torch.zeros_like(outside) if ignore_index is None else targets == ignore_index
+            safe = targets.masked_fill(outside | ignored, 0)
+            return Tokens(targets=safe, count=None, ignored=ignored, wrong=(outside & ~ignored).any())
+        N = targets.shape[0]
+        if N == 0:
+            return Tokens(targets=targets, count=0)
+        if self._ready is not None:
+            self._ready.synchronize()
+        here, left_out = self._here, 0
+        least, most = (int(end) for end in here.aminmax())
+        if ignore_index is not None and least <= ignore_index <= most:
+            left_out = int((here == ignore_index).sum())
+        if least < 0 or most >= V:
+            bad = (here < 0) | (here >= V)
+            if ignore_index is not None:
+                bad &= here != ignore_index
+            if bool(bad.any()):
+                also = "" if ignore_index is None else f" or ignore_index={ignore_index}"
+                raise FullrankError(
+                    f"target {int(here[bad][0])} is outside the vocabulary: "
+                    f"expected 0 <= target < V={V}{also}; check the tokenizer against the head"
+                )
+        if not left_out:
+            return Tokens(targets=targets, count=N)
+        # Found on the host and sent over: `nonzero` on the device would have to be waited for.
+        positions = torch.ne(here, -1 if ignore_index is None else ignore_index).nonzero()[:, 0]
+        return Tokens(
+            targets=targets, count=N - left_out, positions=positions.to(targets.device, non_blocking=True)
+        )
+
+
 def count_targets(targets: Tensor, V: int, ignore_index: int | None) -> Tokens:
     """Find the targets that count; raise for one that no row of W belongs to, naming it."""
-    if capturing(targets):
-        outside = (targets < 0) | (targets >= V)
-        ignored = torch.zeros_like(outside) if ignore_index is None else targets == ignore_index
-        safe = targets.masked_fill(outside | ignored, 0)
-        return Tokens(targets=safe, count=None, ignored=ignored, wrong=(outside & ~ignored).any())
-    N = targets.shape[0]
-    if N == 0:
-        return Tokens(targets=targets, count=0)
-    # The host looks at a copy: every further question would make it wait for the device again.
-    here, left_out = targets.cpu(), 0
-    least, most = (int(end) for end in here.aminmax())
-    if ignore_index is not None and least <= ignore_index <= most:
-        left_out = int((here == ignore_index).sum())
-    if least < 0 or most >= V:
-        bad = (here < 0) | (here >= V)
-        if ignore_index is not None:
-            bad &= here != ignore_index
-        if bool(bad.any()):
-            also = "" if ignore_index is None else f" or ignore_index={ignore_index}"
-            raise FullrankError(
-                f"target {int(here[bad][0])} is outside the vocabulary: "
-                f"expected 0 <= target < V={V}{also}; check the tokenizer against the head"
-            )
-    if not left_out:
-        return Tokens(targets=targets, count=N)
-    # Found on the host and sent over: `nonzero` on the device would have to be waited for.
-    positions = (
-        torch.ne(here, -1 if ignore_index is None else ignore_index)
-        .nonzero()[:, 0]
-        .to(targets.device, non_blocking=True)
-    )
-    return Tokens(targets=targets, count=N - left_out, positions=positions)
+    return Look(targets, V, ignore_index).tokens()

@@ -143,20 +143,38 @@ def power(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def scale_kernel(x, factor, out, width, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def scale_part(x, out, block, length, numbers, width, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
-    number = tl.load(factor + at // width, mask=inside, other=0.0)
+    number = tl.load(numbers + at // width, mask=inside, other=0.0) * factor
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * number
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """`products.scale` of contiguous tensors, with factors in fp32."""
-    length = x.numel()
-    if length:
-        with on_device(x):
-            scale_kernel[(-(-length // SCALED),)](
-                x, factor, out, length // factor.numel(), length, BLOCK=SCALED, num_warps=8
-            )
-    return out
+@jit
+def scale_kernel(  # type: ignore[no-untyped-def]
+    x, out, length, other, other_out, other_length, numbers, width, factor, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    blocks = tl.cdiv(length, BLOCK)
+    if block < blocks:
+        scale_part(x, out, block, length, numbers, width, factor, BLOCK)
+    else:
+        scale_part(other, other_out, block - blocks, other_length, numbers, width, factor, BLOCK)
+
+
+def scale_all(pairs: list[tuple[Tensor, Tensor]], numbers: Tensor, factor: float = 1.0) -> None:
+    """out = x * numbers * factor for every (x, out) of contiguous tensors, two a launch; numbers, in fp32, are
+    one for each row of a single x, or one for all."""
+    for place in range(0, len(pairs), 2):
+        (x, out), (other, other_out) = pairs[place], pairs[min(place + 1, len(pairs) - 1)]
+        length, other_length = x.numel(), 0 if other is x else other.numel()
+        blocks = -(-length // SCALED) - (-other_length // SCALED)
+        # No entry lies beyond the width of a single number.
+        width = max(length, other_length) if numbers.numel() == 1 else length // numbers.numel()
+        if blocks:
+            with on_device(numbers):
+                scale_kernel[(blocks,)](
+                    x, out, length, other, other_out, other_length, numbers, width, factor, BLOCK=SCALED,
+                    num_warps=8,
+                )  # fmt: skip

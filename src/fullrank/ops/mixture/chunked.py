@@ -36,7 +36,7 @@ from fullrank.ops.products import (
     scale,
     zero_gradients,
 )
-from fullrank.ops.reduce import Mode, Statistics, Tokens, capturing, posterior
+from fullrank.ops.reduce import Mode, Statistics, capturing, posterior
 from fullrank.ops.workspace import Chunk, Plan, at, make_plan, workspace_of
 
 
@@ -219,7 +219,7 @@ class TorchMixture:
 
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, *, needs: Needs,
-        product: torch.dtype, workspace: int | None, tokens: Tokens, stats: bool = False,
+        product: torch.dtype, workspace: int | None, stats: bool = False,
     ) -> None:  # fmt: skip
         N, K, D = rows.shape
         plan = make_plan(
@@ -229,11 +229,13 @@ class TorchMixture:
         self.rows, self.needs, self.size = rows, needs, plan.tokens
         self.vocabulary = Vocabulary(weight, bias, pointwise, product=product, plan=plan, K=K)
         self.sums = zero_gradients(needs, weight, pointwise, self.vocabulary.wide)
-        fill = torch.empty_like if tokens.positions is None else torch.zeros_like
-        self.d_rows = fill(rows, memory_format=torch.contiguous_format) if needs.rows else None
+        self.d_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format) if needs.rows else None
         self.argmax = rows.new_full((N,), -1, dtype=torch.int64) if stats else None
         self.entropy = rows.new_zeros(N, dtype=self.vocabulary.wide) if stats else None
         self._state: ChunkState | None = None
+
+    def score_ahead(self) -> None:
+        """Nothing waits for the host on a processor."""
 
     def summed(self) -> Gradients:
         return self.sums
@@ -327,11 +329,11 @@ class TorchMixture:
 
 def mixture_pass(
     rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, *, needs: Needs,
-    product: torch.dtype, workspace: int | None, tokens: Tokens, impl: str, stats: bool = False,
+    product: torch.dtype, workspace: int | None, impl: str, stats: bool = False,
     narrow: bool = False,
 ) -> Any:  # fmt: skip
     """Rows [N, K, D] against W in the hands of torch, or of the kernels where they serve."""
-    arguments: dict[str, Any] = {"needs": needs, "product": product, "tokens": tokens}
+    arguments: dict[str, Any] = {"needs": needs, "product": product}
     if impl == "triton" or (impl == "auto" and rows.is_cuda):
         from fullrank.ops import triton_base
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from fullrank.ops.mixture.kernels import mix_rows, score_rows
 from fullrank.ops.pointwise import Pointwise
 from fullrank.ops.products import Gradients, Needs, add_bias, add_product, scale
-from fullrank.ops.reduce import Statistics, Tokens
+from fullrank.ops.reduce import Statistics
 from fullrank.ops.workspace import DEVICE_MOST_ROWS, LEAST_ROWS, MIB, Chunk, at
 
 STRIDE = 64
@@ -68,7 +68,7 @@ class KernelMixture:
 
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, *, needs: Needs,
-        product: torch.dtype, workspace: int, tokens: Tokens, size: int, narrow: bool,
+        product: torch.dtype, workspace: int, size: int, narrow: bool,
     ) -> None:  # fmt: skip
         N, K, D = rows.shape
         self.V, self.K, self.D = weight.shape[0], K, D
@@ -96,8 +96,8 @@ class KernelMixture:
             bias=weight.new_zeros(stride, dtype=torch.float32) if needs.bias else None,
             unwritten=needs.weight,
         )
-        fill = torch.empty_like if tokens.positions is None else torch.zeros_like
-        self.d_rows = fill(rows, memory_format=torch.contiguous_format) if needs.rows else None
+        self.d_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format) if needs.rows else None
+        self._first: Tensor | None = None
         self._current: tuple[Tensor, Tensor | None] | None = None
 
     def summed(self) -> Gradients:
@@ -120,9 +120,15 @@ class KernelMixture:
         score_rows(self._score(rows), self.bias, targets, self.pointwise, places=found)
         return found
 
+    def score_ahead(self) -> None:
+        """The scores of the first chunk as if no token were ignored, while the host has yet to look: a device
+        need not wait for that, and where some are it has lost one product of a chunk."""
+        self._first = self._score(self.chunk_rows(slice(0, min(self.size, self.rows.shape[0]))))
+
     def losses(self, chunk: Chunk, nll: Tensor) -> Tensor | None:
-        rows, gradient = self.chunk_rows(chunk.index), self.needs.products
-        scores, lacking = self._score(rows), None
+        rows, gradient, lacking = self.chunk_rows(chunk.index), self.needs.products, None
+        ahead, self._first = self._first, None
+        scores = ahead if ahead is not None and isinstance(chunk.index, slice) else self._score(rows)
         if self.K == 1 and chunk.weight is None and not self.needs.prior:
             places = (chunk.log_prior.contiguous(), nll)
             score_rows(scores, self.bias, chunk.targets, self.pointwise, places=places, gradient=gradient)

@@ -41,7 +41,7 @@ from fullrank.ops.mixture import reference
 from fullrank.ops.mixture.chunked import mixture_pass
 from fullrank.ops.pointwise import IDENTITY, Pointwise, from_parts
 from fullrank.ops.products import Needs, fake_sums, needs_of, sums_of
-from fullrank.ops.reduce import count_targets, reduce_losses
+from fullrank.ops.reduce import Look, count_targets, reduce_losses
 from fullrank.ops.rows.operator import row_losses
 from fullrank.ops.workspace import over_chunks
 
@@ -191,12 +191,14 @@ def _make_mixture(
     wide, pointwise, wanted = compute_dtype(product), from_parts(kind, constant, slopes), Needs(*needs)
     with without_autocast(rows.device):
         # Inside the operator, where the values are known even under torch.compile.
-        tokens = count_targets(targets, weight.shape[0], ignore_index)
-        weights = tokens.weights(token_weight, wide)
+        look = Look(targets, weight.shape[0], ignore_index)
         work = mixture_pass(
-            rows, weight, bias, pointwise, needs=wanted, product=product, workspace=workspace, tokens=tokens,
-            impl=impl, stats=stats, narrow=narrow,
+            rows, weight, bias, pointwise, needs=wanted, product=product, workspace=workspace, impl=impl,
+            stats=stats, narrow=narrow,
         )  # fmt: skip
+        work.score_ahead()
+        tokens = look.tokens()
+        weights = tokens.weights(token_weight, wide)
         nll, d_prior = over_chunks(
             work, log_prior, tokens, None if weights is None else weights.at_most_one, size=work.size,
             wide=wide, prior_gradient=wanted.prior,

@@ -94,7 +94,7 @@ def _row_statistics(
         tokens = count_targets(targets, weight.shape[0], ignore_index)
         work = mixture_pass(
             rows[:, None], weight, bias, pointwise, needs=Needs(), product=product, workspace=workspace,
-            tokens=tokens, impl=impl,
+            impl=impl,
         )  # fmt: skip
         found = zero_statistics(rows, compute_dtype(product), R)
         for index in pieces(R, tokens.positions, work.size):
@@ -175,7 +175,7 @@ def rows_gradient(
         work = mixture_pass(
             # The rows' gradient gets the targets' part as well, and is put together here.
             rows[:, None], weight, bias, pointwise, needs=wanted._replace(rows=False), product=product,
-            workspace=workspace, tokens=tokens, impl=impl,
+            workspace=workspace, impl=impl,
         )  # fmt: skip
         statistics = Statistics(maximum, others, target)
         d_rows = rows.new_zeros(rows.shape) if wanted.rows else None

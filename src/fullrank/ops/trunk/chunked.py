@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from fullrank.ops.arguments import compute_dtype
 from fullrank.ops.products import Matrix, Needs, add_product, scale
-from fullrank.ops.reduce import Statistics, Tokens, posterior
+from fullrank.ops.reduce import Statistics, posterior
 from fullrank.ops.workspace import Chunk, at, most_rows, too_small, workspace_of
 
 
@@ -102,7 +102,7 @@ class TrunkPass:
 
     def __init__(
         self, trunk: Tensor, private: Tensor, weight: Tensor, bias: Tensor | None, *, needs: Needs,
-        product: torch.dtype, workspace: int | None, tokens: Tokens, kernel: bool,
+        product: torch.dtype, workspace: int | None, kernel: bool,
     ) -> None:  # fmt: skip
         (N, K, r), (V, D) = private.shape, weight.shape
         shared = D - r
@@ -115,7 +115,9 @@ class TrunkPass:
             from fullrank.ops.trunk.kernels import STRIDE
 
             entries = -(-V // STRIDE) * STRIDE
-            weight = functional.pad(weight.to(product), (0, 0, 0, entries - V))
+            weight = weight.to(product)
+            if entries > V:
+                weight = functional.pad(weight, (0, 0, 0, entries - V))
         # Products take rows that lie apart, the kernels do not.
         self.shared = Matrix(weight[:, :shared], product, most=self.matrix_rows)
         self.owned = weight[:, shared:].to(product).contiguous()
@@ -124,11 +126,11 @@ class TrunkPass:
             self.bias = functional.pad(bias.to(self.wide), (0, entries - V), value=-torch.inf)
         self.size = self._chunk_tokens(N, K, entries, room, weight.dtype != product)
         self._buffer = trunk.new_empty(self.size, entries, dtype=product)
-        fill = torch.empty_like if tokens.positions is None else torch.zeros_like
         self.d_trunk, self.d_private = (
-            fill(part, memory_format=torch.contiguous_format) if needs.rows else None
+            torch.zeros_like(part, memory_format=torch.contiguous_format) if needs.rows else None
             for part in (trunk, private)
         )
+        self._first: Tensor | None = None
         self.d_weight = trunk.new_zeros(entries, D, dtype=self.wide) if needs.weight else None
         self.d_bias = trunk.new_zeros(entries, dtype=self.wide) if needs.bias else None
         self._state: tuple[Tensor, Tensor | None, Components, Statistics] | None = None
@@ -145,11 +147,19 @@ class TrunkPass:
         tokens = max(1, min(N, (room - fixed) // each, most_rows(self.trunk.device)))
         return -(-max(N, 1) // -(-max(N, 1) // tokens))
 
+    def score_ahead(self) -> None:
+        """As `mixture.fused.KernelMixture.score_ahead`."""
+        if self.kernel:
+            trunk = self.trunk[: self.size].to(self.product)
+            self._first = self.shared.score(trunk, self._buffer[: trunk.shape[0]], 0)
+
     def losses(self, chunk: Chunk, nll: Tensor) -> Tensor | None:
         trunk, private = (at(part, chunk.index).to(self.product) for part in (self.trunk, self.private))
         private = private.contiguous()
-        scores = self.shared.score(trunk, self._buffer[: trunk.shape[0]], 0)
-        d_private = torch.empty_like(private) if self.d_private is not None else None
+        scores, self._first = self._first, None
+        if scores is None or not isinstance(chunk.index, slice):
+            scores = self.shared.score(trunk, self._buffer[: trunk.shape[0]], 0)
+        d_private = None if self.d_private is None else self._room(self.d_private, chunk, private)
         components: Components
         if self.kernel:
             from fullrank.ops.trunk.kernels import KernelComponents
@@ -179,15 +189,24 @@ class TrunkPass:
         summed = components.gradients(statistics, upstream.view(chunk.log_prior.shape), d_owned)
         if self.d_trunk is not None and self.d_private is not None and d_private is not None:
             one = self.shared.most >= self.shared.V
-            d_trunk = trunk.new_zeros(trunk.shape, dtype=self.product if one else self.wide)
+            d_trunk = (
+                self._room(self.d_trunk, chunk, trunk) if one else torch.zeros_like(trunk, dtype=self.wide)
+            )
             self.shared.add_row_gradient(summed, d_trunk, 0)
-            self.d_trunk[chunk.index] = d_trunk.to(self.d_trunk.dtype)
-            self.d_private[chunk.index] = d_private.to(self.d_private.dtype)
+            for whole, part in ((self.d_trunk, d_trunk), (self.d_private, d_private)):
+                if part.data_ptr() != whole[chunk.index].data_ptr():
+                    whole[chunk.index] = part.to(whole.dtype)
         if self.d_weight is not None:
             d_shared = self.d_weight[:, : self.shared.D]
             add_product(d_shared, summed.t(), trunk, step=self.matrix_rows)
         if self.d_bias is not None:
             self.d_bias += summed.sum(0, dtype=self.wide)
+
+    def _room(self, whole: Tensor, chunk: Chunk, like: Tensor) -> Tensor:
+        """Where the chunk's part of a gradient goes: in place if it lies side by side, in the same dtype."""
+        if isinstance(chunk.index, slice) and whole.dtype == self.product:
+            return at(whole, chunk.index)
+        return torch.empty_like(like)
 
     @property
     def made(self) -> tuple[Tensor | None, Tensor | None]:

@@ -31,7 +31,7 @@ from fullrank.ops.autograd import (
 )
 from fullrank.ops.mixture.operator import mixture_nll
 from fullrank.ops.products import Needs, fake_sums, needs_of
-from fullrank.ops.reduce import count_targets, reduce_losses
+from fullrank.ops.reduce import Look, reduce_losses
 from fullrank.ops.trunk.chunked import TrunkPass
 from fullrank.ops.trunk.reference import whole_rows
 from fullrank.ops.workspace import over_chunks
@@ -107,12 +107,14 @@ def _make_trunk(
 ) -> Result:  # fmt: skip
     wide, wanted = compute_dtype(product), Needs(*needs)
     with without_autocast(trunk.device):
-        tokens = count_targets(targets, weight.shape[0], ignore_index)
-        weights = tokens.weights(token_weight, wide)
+        look = Look(targets, weight.shape[0], ignore_index)
         work = TrunkPass(
-            trunk, private, weight, bias, needs=wanted, product=product, workspace=workspace, tokens=tokens,
+            trunk, private, weight, bias, needs=wanted, product=product, workspace=workspace,
             kernel=kernels_serve(impl, trunk.device, product, private.shape[2]),
         )  # fmt: skip
+        work.score_ahead()
+        tokens = look.tokens()
+        weights = tokens.weights(token_weight, wide)
         nll, d_prior = over_chunks(
             work, log_prior, tokens, None if weights is None else weights.at_most_one, size=work.size,
             wide=wide, prior_gradient=wanted.prior,
