@@ -22,7 +22,6 @@ from fullrank.ops import (
     mixture_argmax,
     mixture_log_probs,
     mixture_nll,
-    posterior_shares,
     trunk_nll,
 )
 from fullrank.ops import parallel as vocab_parallel
@@ -248,7 +247,7 @@ def test_losses_of_single_rows(path, condition, dtype, kind):
     "condition", ["plain", "ignored", "masked", "confident", "shifted", "odd", "strided"]
 )
 def test_outputs_beside_the_loss(condition, dtype, kind, components):
-    """Statistics, shares and tables of log-probabilities, whole and over a cut vocabulary."""
+    """Statistics and tables of log-probabilities, whole and over a cut vocabulary."""
     case = make_case(condition, dtype, kind, components)
     right = truth(case, "mean", eps=precision(dtype, "chunked"), stored=torch.finfo(dtype).eps)
     arguments = (case.rows, case.log_prior, case.weight)
@@ -258,13 +257,11 @@ def test_outputs_beside_the_loss(condition, dtype, kind, components):
         _, stats = mixture_nll(
             *arguments, case.targets, **common, return_stats=True, workspace=workspace, impl="chunked"
         )
-        shares = posterior_shares(*arguments, case.targets, **common, workspace=workspace)
         some = (case.rows[counted], case.log_prior[counted], case.weight)
         table = mixture_log_probs(*some, **common, workspace=workspace)
         best, entry = mixture_argmax(*some, **common, workspace=workspace)
         right["nll"].check(stats.nll, "nll")
         right["entropy"].check(stats.entropy, "entropy")
-        right["share"].check(shares, "share")
         whole = right["log_probs"]
         Bounded(whole.value[counted], whole.allowed[counted]).check(table, "log_probs")
         assert torch.equal(best, table.amax(1))

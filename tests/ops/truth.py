@@ -188,7 +188,6 @@ def truth(
         whole(log_probs, (V,)), whole(growth + 8 * fine * log_probs.abs().nan_to_num(0.0, 0.0, 0.0), (V,))
     )
     found["nll"] = Bounded(whole(nll, ()), whole(slack, ()))
-    found["share"] = bounded(whole(share, (K,)), whole(share, (K,)), 1e-300)
     entropy = torch.special.entr(log_probs.exp()).sum(1)
     found["entropy"] = Bounded(whole(entropy, ()), whole(growth * (1 + entropy) * 4 + 1e-6, ()))
     return found

@@ -1,7 +1,7 @@
 """The primitive: exact losses of high-rank heads in a bounded workspace."""
 
 from fullrank.ops.decode.operator import mixture_argmax, mixture_log_probs, row_scores
-from fullrank.ops.mixture.operator import TokenStats, mixture_nll, posterior_shares
+from fullrank.ops.mixture.operator import TokenStats, mixture_nll
 from fullrank.ops.pointwise import (
     IDENTITY,
     SIGSOFTMAX,
@@ -14,19 +14,7 @@ from fullrank.ops.rows.operator import linear_logprob, linear_nll
 from fullrank.ops.trunk.operator import trunk_nll
 
 __all__ = [
-    "IDENTITY",
-    "SIGSOFTMAX",
-    "CappedSigsoftmax",
-    "PiecewiseLinear",
-    "Pointwise",
-    "Softcap",
-    "TokenStats",
-    "linear_logprob",
-    "linear_nll",
-    "mixture_argmax",
-    "mixture_log_probs",
-    "mixture_nll",
-    "posterior_shares",
-    "row_scores",
+    "IDENTITY", "SIGSOFTMAX", "CappedSigsoftmax", "PiecewiseLinear", "Pointwise", "Softcap", "TokenStats",
+    "linear_logprob", "linear_nll", "mixture_argmax", "mixture_log_probs", "mixture_nll", "row_scores",
     "trunk_nll",
-]
+]  # fmt: skip

@@ -15,10 +15,9 @@ rows of W and b. That of the K rows of a token is a sum over the shards: one red
 in fp32 or wider, which no split over the vocabulary can avoid. The log prior's gradient needs none.
 
 Four products for forward and backward: the scores are made once for the statistics and again for the
-gradient. Three would do if a chunk's scores were kept until the statistics are joined, at the price of two
-reductions a chunk, in step on all processes whatever the sizes of their shards; one product more, split
-between the processes, is cheaper than that. The elementwise work runs in tiles on every device: the kernel
-of `mixture/kernels.py` makes statistics and gradient in one go, and here the reduction lies between them.
+gradient. Three would take two reductions a chunk, in step on all processes; one product more, split between
+the processes, is cheaper. The elementwise work runs in tiles on every device: the kernel makes statistics and
+gradient in one go, and here the reduction lies between them.
 
 All processes of the group call these functions together, with the same arguments but for `start`, `weight`
 and `bias`. Without a group a lone process holds all of W. The gradients are those of the loss that every
@@ -40,12 +39,12 @@ from fullrank.errors import FullrankError
 from fullrank.ops.arguments import check_mixture, check_reduction, compute_dtype, product_dtype
 from fullrank.ops.autograd import refuse_second_derivative, without_autocast
 from fullrank.ops.decode.operator import mixture_log_probs
-from fullrank.ops.mixture.chunked import Vocabulary, recompute_gradient, statistics_of
+from fullrank.ops.mixture.chunked import recompute_gradient, statistics_of, vocabulary_for
 from fullrank.ops.mixture.operator import TokenStats
 from fullrank.ops.pointwise import IDENTITY, Pointwise, from_parts
 from fullrank.ops.products import Gradients, Needs, zero_gradients
 from fullrank.ops.reduce import Mode, Statistics, posterior, reduce_losses, zero_statistics
-from fullrank.ops.workspace import Index, make_plan, pieces, workspace_of
+from fullrank.ops.workspace import Index, pieces
 
 
 def split(V: int, processes: int) -> list[tuple[int, int]]:
@@ -200,17 +199,9 @@ def _checked(
 class Shard:
     """Rows [N, K, D] against the entries of W that this process holds."""
 
-    def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, product: torch.dtype,
-        workspace: int | None,
-    ) -> None:  # fmt: skip
-        N, K, D = rows.shape
-        plan = make_plan(
-            N=N, K=K, D=D, V=weight.shape[0], product=product, given=weight.dtype, device=rows.device,
-            tile_buffers=pointwise.tile_buffers, workspace=workspace_of(workspace, rows.device),
-        )  # fmt: skip
-        self.rows = rows
-        self.vocabulary = Vocabulary(weight, bias, pointwise, product=product, plan=plan, K=K)
+    def __init__(self, rows: Tensor, *of_vocabulary: Any) -> None:
+        """The other arguments are those of `vocabulary_for`."""
+        self.rows, self.vocabulary = rows, vocabulary_for(rows, *of_vocabulary)
 
     def counted(self, targets: Tensor, ignore_index: int | None) -> Iterator[Index]:
         """Chunks of the tokens that count."""
@@ -306,7 +297,7 @@ class _TokenLoss(torch.autograd.Function):
                 for index in shard.counted(targets, ignore_index):
                     part = Statistics(*(column[index].flatten() for column in joint))
                     chunk, each = shard.chunk_rows(index), share[index].flatten()
-                    d_chunk = vocabulary.row_gradient(chunk.shape[0], chunk) if needs.rows else None
+                    d_chunk = vocabulary.row_gradient(chunk) if needs.rows else None
                     recompute_gradient(
                         vocabulary, chunk, (targets[index] - start).repeat_interleave(K), part, each,
                         gradients, entry=part.deficit, d_rows=d_chunk,

@@ -13,6 +13,7 @@ the same way, with one bin for all scores.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 
 from fullrank.ops.pointwise import Evaluated, Pointwise
-from fullrank.ops.reduce import capturing
 
 
 class Needs(NamedTuple):
@@ -161,7 +161,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, step: int, first:
     nothing yet. Where torch cannot add a narrow product to a wide sum, `step` rows of it exist at a time."""
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=0 if first else 1)
-    elif accumulates_wide(left):
+    elif accumulates_wide(left.device, left.dtype):
         if first:
             torch.ops.aten.mm.dtype_out(left, right, total.dtype, out=total)
         else:
@@ -189,53 +189,46 @@ def add_bias(total: Tensor, Q: Tensor, upstream: Tensor | None) -> None:
     total.add_(sums[:, 0]).add_(sums[:, 1])
 
 
-_accumulates: dict[tuple[torch.device, torch.dtype], bool] = {}
-
-
-def accumulates_wide(factor: Tensor) -> bool:
-    """Whether torch adds a narrow product to an fp32 sum in one go on the factor's device, tried once."""
-    key = (factor.device, factor.dtype)
-    if factor.device.type != "cuda" or (key not in _accumulates and capturing(factor)):
+@functools.cache
+def accumulates_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch adds a narrow product to an fp32 sum in one go on this device, tried once: not while a
+    graph is captured, which needs a warm-up call anyway."""
+    if device.type != "cuda":
         return False
-    if key not in _accumulates:
-        total = torch.full((16, 16), 2.0**-20, device=factor.device)
-        ones = torch.ones(16, 16, dtype=factor.dtype, device=factor.device)
-        try:
-            torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
-            _accumulates[key] = bool((total == 16.0 + 2.0**-20).all())
-            torch.ops.aten.mm.dtype_out(ones, ones, torch.float32, out=total)
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError):
-            _accumulates[key] = False
-    return _accumulates[key]
+    total, ones = (
+        torch.full((16, 16), 2.0**-20, device=device),
+        torch.ones(16, 16, dtype=dtype, device=device),
+    )
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+        kept = bool((total == 16.0 + 2.0**-20).all())
+        torch.ops.aten.mm.dtype_out(ones, ones, torch.float32, out=total)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+    return kept
 
 
 def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> Tensor:
-    """out = x * factor, rounded once, with a factor [R] for each row of x, or one for all; out may be x."""
-    if x.is_cuda and x.is_contiguous() and out.is_contiguous() and factor.dtype == torch.float32:
+    """out = x * factor, rounded once, with a factor [R] for each row of x; out may be x."""
+    scale_all([(x, out)], factor)
+    return out
+
+
+def scale_all(pairs: list[tuple[Tensor, Tensor]], numbers: Tensor, factor: Tensor | float = 1.0) -> None:
+    """out = x * numbers * factor for every (x, out): numbers [] for all, or [R] for the rows of one x."""
+    tensors = [tensor for pair in pairs for tensor in pair]
+    if pairs and numbers.is_cuda and numbers.dtype == torch.float32:
         # Not before it is needed: Triton takes its time to load and is not everywhere.
         from fullrank.ops import triton_base
 
-        if triton_base.obstacle(x.device, x.dtype) is None and out.dtype in triton_base.DTYPES:
-            # torch's own kernels for two dtypes are slow.
-            triton_base.scale_all([(x, out)], factor)
-            return out
-    # One factor stays a scalar: as a tensor of some axes it would widen a copy of x.
-    each = factor.view(-1, *[1] * (x.ndim - 1)) if factor.ndim else factor
-    return torch.mul(x, each, out=out)
-
-
-def scale_all(pairs: list[tuple[Tensor, Tensor]], number: Tensor, factor: Tensor | float) -> None:
-    """out = x * number * factor for every (x, out), with numbers [] in fp32 or wider; on CUDA two in a launch
-    where that serves."""
-    tensors = [tensor for pair in pairs for tensor in pair]
-    if pairs and number.is_cuda and number.dtype == torch.float32:
-        from fullrank.ops import triton_base
-
         served = all(each.is_contiguous() and each.dtype in triton_base.DTYPES for each in tensors)
-        if served and triton_base.obstacle(number.device, torch.float32) is None:
+        if served and triton_base.obstacle(numbers.device, torch.float32) is None:
+            # torch's own kernels for two dtypes are slow.
             if isinstance(factor, Tensor):
-                number, factor = number * factor, 1.0
-            return triton_base.scale_all(pairs, number, factor)
+                numbers, factor = numbers * factor, 1.0
+            return triton_base.scale_all(pairs, numbers, factor)
     for x, out in pairs:
-        torch.mul(x, number * factor, out=out)
+        # One number stays a scalar: as a tensor of some axes it would widen a copy of x.
+        each = numbers.view(-1, *[1] * (x.ndim - 1)) if numbers.ndim else numbers * factor
+        torch.mul(x, each, out=out)
     return None

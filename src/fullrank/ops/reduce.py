@@ -16,12 +16,13 @@ gradient are 0. Where nothing counts, or the weights sum to 0, a mean is 0 with 
 
 Ignored tokens are found with one look at the targets' values, for which the host waits for a CUDA device
 while that makes the first scores; all else leaves them out, whatever their rows hold. While a CUDA graph is
-captured nothing can be looked at: every token goes through the products, an ignored one with weight 0 (its rows must be finite), and a target
-outside the vocabulary makes the loss NaN instead of an error.
+captured nothing can be looked at: every token goes through the products, an ignored one with weight 0 (its
+rows must be finite), and a target outside the vocabulary makes the loss NaN instead of an error.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -196,23 +197,37 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+@functools.cache
+def aside_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class Look:
-    """One look at targets [N]: `tokens` waits for their copy alone, not for what is launched after it."""
+    """One look at targets [N]: `tokens` waits for what stood before it on the device and for their copy, not
+    for what is launched meanwhile."""
 
     def __init__(self, targets: Tensor, V: int, ignore_index: int | None) -> None:
         self.targets, self.V, self.ignore_index = targets, V, ignore_index
-        self._captured = capturing(targets)
-        self._here, self._ready = targets, None
-        if targets.is_cuda and not self._captured:
-            # To pinned memory, because the host goes on.
-            self._here = targets.to("cpu", non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(targets.device))
+        self._before: torch.cuda.Event | None = None
+        if targets.is_cuda and not capturing(targets):
+            self._before = torch.cuda.Event()
+            self._before.record(torch.cuda.current_stream(targets.device))
+
+    def _copy(self) -> Tensor:
+        """The targets on the host, past what has been launched since."""
+        if self._before is None:
+            return self.targets
+        aside = aside_of(self.targets.device)
+        aside.wait_event(self._before)
+        with torch.cuda.stream(aside):
+            here = self.targets.to("cpu", non_blocking=True)
+        aside.synchronize()
+        return here
 
     def tokens(self) -> Tokens:
         """Raises for a target that no row of W belongs to, naming it."""
         targets, V, ignore_index = self.targets, self.V, self.ignore_index
-        if self._captured:
+        if capturing(targets):
             outside = (targets < 0) | (targets >= V)
             ignored = torch.zeros_like(outside) if ignore_index is None else targets == ignore_index
             safe = targets.masked_fill(outside | ignored, 0)
@@ -220,9 +235,7 @@ class Look:
         N = targets.shape[0]
         if N == 0:
             return Tokens(targets=targets, count=0)
-        if self._ready is not None:
-            self._ready.synchronize()
-        here, left_out = self._here, 0
+        here, left_out = self._copy(), 0
         least, most = (int(end) for end in here.aminmax())
         if ignore_index is not None and least <= ignore_index <= most:
             left_out = int((here == ignore_index).sum())

@@ -143,7 +143,9 @@ def power(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def scale_part(x, out, block, length, numbers, width, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_part(  # type: ignore[no-untyped-def]
+    x, out, block, length, numbers, width, factor, BLOCK: tl.constexpr
+):
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
     number = tl.load(numbers + at // width, mask=inside, other=0.0) * factor
@@ -164,8 +166,8 @@ def scale_kernel(  # type: ignore[no-untyped-def]
 
 
 def scale_all(pairs: list[tuple[Tensor, Tensor]], numbers: Tensor, factor: float = 1.0) -> None:
-    """out = x * numbers * factor for every (x, out) of contiguous tensors, two a launch; numbers, in fp32, are
-    one for each row of a single x, or one for all."""
+    """out = x * numbers * factor for every (x, out) of contiguous tensors, two a launch; numbers are in fp32,
+    one a row of a single x, or one for all."""
     for place in range(0, len(pairs), 2):
         (x, out), (other, other_out) = pairs[place], pairs[min(place + 1, len(pairs) - 1)]
         length, other_length = x.numel(), 0 if other is x else other.numel()

@@ -79,10 +79,6 @@ class Chunk:
     """[T]; None is 1 for every token."""
 
     @property
-    def rows(self) -> int:
-        return self.log_prior.numel()
-
-    @property
     def row_targets(self) -> Tensor:
         """[T K], the target of each row."""
         K = self.log_prior.shape[1]

@@ -117,10 +117,10 @@ class Vocabulary:
         """What a row's factor still has to bring to make the buffer Q."""
         return 1.0 / total if self.product == self.wide else torch.ones_like(total)
 
-    def row_gradient(self, rows: int, like: Tensor) -> Tensor:
+    def row_gradient(self, rows: Tensor) -> Tensor:
         """Room for Q W of a chunk: a sum over parts of the vocabulary is kept in the wide dtype."""
         one = self.kept and self.matrix.most >= self.V
-        return like.new_zeros(rows, self.matrix.D, dtype=self.product if one else self.wide)
+        return torch.zeros_like(rows, dtype=self.product if one else self.wide)
 
     def add_products(
         self, Q: Tensor, rows: Tensor, factor: Tensor, start: int, gradients: Gradients,
@@ -133,6 +133,19 @@ class Vocabulary:
             scaled = scale(rows, factor, out=torch.empty_like(rows))
             total = gradients.weight[start : start + Q.shape[1]]
             add_product(total, Q.t(), scaled, step=self.plan.matrix_rows)
+
+
+def vocabulary_for(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, product: torch.dtype,
+    workspace: int | None,
+) -> Vocabulary:  # fmt: skip
+    """With a plan for rows [N, K, D]."""
+    N, K, D = rows.shape
+    plan = make_plan(
+        N=N, K=K, D=D, V=weight.shape[0], product=product, given=weight.dtype, device=rows.device,
+        tile_buffers=pointwise.tile_buffers, workspace=workspace_of(workspace, rows.device),
+    )  # fmt: skip
+    return Vocabulary(weight, bias, pointwise, product=product, plan=plan, K=K)
 
 
 def local_targets(targets: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -221,21 +234,23 @@ class TorchMixture:
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, *, needs: Needs,
         product: torch.dtype, workspace: int | None, stats: bool = False,
     ) -> None:  # fmt: skip
-        N, K, D = rows.shape
-        plan = make_plan(
-            N=N, K=K, D=D, V=weight.shape[0], product=product, given=weight.dtype, device=rows.device,
-            tile_buffers=pointwise.tile_buffers, workspace=workspace_of(workspace, rows.device),
-        )  # fmt: skip
-        self.rows, self.needs, self.size = rows, needs, plan.tokens
-        self.vocabulary = Vocabulary(weight, bias, pointwise, product=product, plan=plan, K=K)
-        self.sums = zero_gradients(needs, weight, pointwise, self.vocabulary.wide)
-        self.d_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format) if needs.rows else None
+        N = rows.shape[0]
+        self.vocabulary = vocabulary_for(rows, weight, bias, pointwise, product, workspace)
+        self.rows, self.needs, self.size = rows, needs, self.vocabulary.plan.tokens
+        self.weight, self.sums = weight, Gradients()
+        self.d_rows: Tensor | None = None
         self.argmax = rows.new_full((N,), -1, dtype=torch.int64) if stats else None
         self.entropy = rows.new_zeros(N, dtype=self.vocabulary.wide) if stats else None
         self._state: ChunkState | None = None
 
     def score_ahead(self) -> None:
-        """Nothing waits for the host on a processor."""
+        """No device waits here for the host: only room for the gradients is made."""
+        self.make_room()
+
+    def make_room(self) -> None:
+        self.sums = zero_gradients(self.needs, self.weight, self.vocabulary.pointwise, self.vocabulary.wide)
+        if self.needs.rows:
+            self.d_rows = torch.zeros_like(self.rows, memory_format=torch.contiguous_format)
 
     def summed(self) -> Gradients:
         return self.sums
@@ -292,7 +307,7 @@ class TorchMixture:
         assert self._state is not None
         assert upstream is not None
         state, self._state, vocabulary = self._state, None, self.vocabulary
-        d_rows = vocabulary.row_gradient(chunk.rows, state.rows) if self.d_rows is not None else None
+        d_rows = vocabulary.row_gradient(state.rows) if self.d_rows is not None else None
         statistics = state.statistics
         factor = upstream * vocabulary.lacking(statistics.total)
         if state.Q is not None:
@@ -324,7 +339,7 @@ class TorchMixture:
             d_rows.mul_((upstream * self.vocabulary.lacking(statistics.total))[:, None])
 
     def row_gradient(self, rows: Tensor) -> Tensor:
-        return self.vocabulary.row_gradient(rows.shape[0], rows)
+        return self.vocabulary.row_gradient(rows)
 
 
 def mixture_pass(
@@ -351,6 +366,6 @@ def mixture_pass(
             )
             if triton_base.refuse_or_say(impl, None if size else small):
                 return fused.KernelMixture(
-                    rows, weight, bias, pointwise, workspace=bytes_, size=size, narrow=narrow, **arguments
+                    rows, weight, bias, pointwise, size=size, narrow=narrow, **arguments
                 )
     return TorchMixture(rows, weight, bias, pointwise, workspace=workspace, stats=stats, **arguments)

@@ -25,6 +25,8 @@ ROUND_ROWS = 256
 # two take half the memory in the same time; below, launches cost more than memory does.
 ENOUGH_ROWS = 4096
 ENOUGH_BYTES = 640 * MIB
+# Operations of the product that runs while the host looks at the targets: a few tenths of a millisecond.
+AHEAD = 200_000_000_000
 # A sum of so many products is rounded to bf16 along with each of them: one rounding more than a sum in fp32,
 # for half the memory of W's gradient. fp16 could not hold a sum over tokens.
 NARROW_CHUNKS = 2
@@ -38,9 +40,9 @@ def chunk_tokens(*, N: int, K: int, D: int, V: int, product: torch.dtype, worksp
     """Tokens in a chunk; 0 where the workspace cannot hold all V scores of enough rows."""
     narrow, wide = product.itemsize, 4
     row_bytes = D * (2 * narrow + 2 * wide) + padded(V) * narrow
-    slices = slice_bytes(D, V, product, workspace)
     most = max(1, min(N, DEVICE_MOST_ROWS // K))
-    tokens = min(most, max(0, workspace - slices) // (K * row_bytes))
+    # An eighth is left for what stands beside the chunk.
+    tokens = min(most, (workspace - workspace // 8) // (K * row_bytes))
     if tokens * K < min(LEAST_ROWS, most * K):
         return 0
     if tokens * K * padded(V) * narrow > ENOUGH_BYTES:
@@ -49,12 +51,6 @@ def chunk_tokens(*, N: int, K: int, D: int, V: int, product: torch.dtype, worksp
     even = -(-max(N, 1) // -(-max(N, 1) // tokens))
     unit = ROUND_ROWS // math.gcd(K, ROUND_ROWS)
     return min(tokens, -(-even // unit) * unit)
-
-
-def slice_bytes(D: int, V: int, product: torch.dtype, workspace: int) -> int:
-    """For the part of W's gradient that exists in a narrow dtype before it is added in fp32."""
-    each = D * (product.itemsize + 4)
-    return min(V * each, max(workspace // 8, each)) if product.itemsize < 4 else 0
 
 
 class KernelMixture:
@@ -68,7 +64,7 @@ class KernelMixture:
 
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise, *, needs: Needs,
-        product: torch.dtype, workspace: int, size: int, narrow: bool,
+        product: torch.dtype, size: int, narrow: bool,
     ) -> None:  # fmt: skip
         N, K, D = rows.shape
         self.V, self.K, self.D = weight.shape[0], K, D
@@ -82,23 +78,36 @@ class KernelMixture:
         else:
             weight = weight.to(product)
             self.weight = weight if 1 in weight.stride() else weight.contiguous()
-        self.step = max(1, slice_bytes(D, self.V, product, workspace) // (D * (product.itemsize + 4)))
         self._buffer = self.weight.new_empty(size * K, stride)
         self.bias: Tensor | None = None
         if bias is not None:
             self.bias = functional.pad(bias.float(), (0, stride - self.V), value=-torch.inf)
-        few = narrow and NARROW_CHUNKS * size >= N and product == weight.dtype == torch.bfloat16
-        trained = (
-            weight.new_empty(stride, D, dtype=product if few else torch.float32) if needs.weight else None
-        )
+        self.narrow = narrow and NARROW_CHUNKS * size >= N and product == weight.dtype == torch.bfloat16
+        self.sums = Gradients()
+        self.d_rows: Tensor | None = None
+        self._ahead = 0
+        self._current: tuple[Tensor, Tensor | None] | None = None
+
+    def score_ahead(self) -> None:
+        """Scores of the first rows as if no token were ignored: the device has something to do while the host
+        looks at the targets and makes room for the gradients. Where some are ignored that much is lost."""
+        worth = AHEAD // (2 * self.D * self._buffer.shape[1]) // ROUND_ROWS * ROUND_ROWS
+        self._ahead = min(max(worth, ROUND_ROWS), self.rows.shape[0] * self.K, self._buffer.shape[0])
+        tokens = slice(0, -(-self._ahead // self.K))
+        torch.mm(self.chunk_rows(tokens)[: self._ahead], self.weight.t(), out=self._buffer[: self._ahead])
+        self.make_room()
+
+    def make_room(self) -> None:
+        """For the gradients."""
+        needs, weight = self.needs, self.weight
+        wide = self.product if self.narrow else torch.float32
         self.sums = Gradients(
-            weight=trained,
-            bias=weight.new_zeros(stride, dtype=torch.float32) if needs.bias else None,
+            weight=weight.new_empty(weight.shape, dtype=wide) if needs.weight else None,
+            bias=weight.new_zeros(weight.shape[0], dtype=torch.float32) if needs.bias else None,
             unwritten=needs.weight,
         )
-        self.d_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format) if needs.rows else None
-        self._first: Tensor | None = None
-        self._current: tuple[Tensor, Tensor | None] | None = None
+        if needs.rows:
+            self.d_rows = torch.zeros_like(self.rows, memory_format=torch.contiguous_format)
 
     def summed(self) -> Gradients:
         return self.sums.trimmed(self.V)
@@ -106,11 +115,12 @@ class KernelMixture:
     def chunk_rows(self, index: slice | Tensor) -> Tensor:
         return at(self.rows, index).flatten(0, 1).to(self.product)
 
-    def _score(self, rows: Tensor) -> Tensor:
-        """[rows, V] in the buffer, with the padding behind."""
+    def _score(self, rows: Tensor, done: int = 0) -> Tensor:
+        """[rows, V] in the buffer, with the padding behind; of the first rows it is done."""
         lines = self._buffer if rows.shape[0] == self._buffer.shape[0] else self._buffer[: rows.shape[0]]
-        scores = torch.mm(rows, self.weight.t(), out=lines)
-        return scores if scores.shape[1] == self.V else scores[:, : self.V]
+        if done < rows.shape[0]:
+            torch.mm(rows[done:], self.weight.t(), out=lines[done:])
+        return lines if lines.shape[1] == self.V else lines[:, : self.V]
 
     def _empty_statistics(self, rows: Tensor) -> Statistics:
         return Statistics(*(rows.new_empty(rows.shape[0], dtype=torch.float32) for _ in range(3)))
@@ -120,15 +130,10 @@ class KernelMixture:
         score_rows(self._score(rows), self.bias, targets, self.pointwise, places=found)
         return found
 
-    def score_ahead(self) -> None:
-        """The scores of the first chunk as if no token were ignored, while the host has yet to look: a device
-        need not wait for that, and where some are it has lost one product of a chunk."""
-        self._first = self._score(self.chunk_rows(slice(0, min(self.size, self.rows.shape[0]))))
-
     def losses(self, chunk: Chunk, nll: Tensor) -> Tensor | None:
         rows, gradient, lacking = self.chunk_rows(chunk.index), self.needs.products, None
-        ahead, self._first = self._first, None
-        scores = ahead if ahead is not None and isinstance(chunk.index, slice) else self._score(rows)
+        done, self._ahead = self._ahead if isinstance(chunk.index, slice) else 0, 0
+        scores = self._score(rows, done)
         if self.K == 1 and chunk.weight is None and not self.needs.prior:
             places = (chunk.log_prior.contiguous(), nll)
             score_rows(scores, self.bias, chunk.targets, self.pointwise, places=places, gradient=gradient)
@@ -171,7 +176,9 @@ class KernelMixture:
             torch.mm(Q, self.weight, out=d_rows)
         if self.sums.weight is not None:
             scaled = rows if factor is None else scale(rows, factor, out=torch.empty_like(rows))
-            add_product(self.sums.weight, Q.t(), scaled, step=self.step, first=self.sums.unwritten)
+            add_product(
+                self.sums.weight, Q.t(), scaled, step=self._buffer.shape[1], first=self.sums.unwritten
+            )
             self.sums.unwritten = False
 
     def late_gradients(

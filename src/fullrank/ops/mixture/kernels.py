@@ -262,17 +262,12 @@ def score_rows(
         return
     group = GROUP_BYTES // scores.itemsize
     lanes = max(32, min(LANES[gradient], triton.next_power_of_2(-(-V // group))))
+    # How many programs share the rows; outside CUDA two, so that a program goes through several.
+    programs = PROGRAMS * int(properties(scores.device).multi_processor_count) if scores.is_cuda else 2
     with on_device(scores):
-        score_rows_kernel[(programs(rows, scores.device) if gradient else rows,)](
+        score_rows_kernel[(min(rows, programs) if gradient else rows,)](
             scores, scores if bias is None else bias, targets.contiguous(), *places[:2], places[-1],
             pointwise.constant, rows, V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind],
             BIASED=bias is not None, GRADIENT=gradient, RAISED=raised, LATE=late,
             ALONE=not isinstance(places, Statistics), LANES=lanes, GROUP=group, num_warps=lanes // 32,
         )  # fmt: skip
-
-
-def programs(rows: int, device: torch.device) -> int:
-    """How many programs share the rows; outside CUDA two, so that a program goes through several."""
-    if device.type != "cuda":
-        return min(rows, 2)
-    return min(rows, PROGRAMS * int(properties(device).multi_processor_count))

@@ -19,24 +19,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fullrank.ops.arguments import (
-    check_implementation,
-    check_mixture,
-    check_reduction,
-    compute_dtype,
-    product_dtype,
-)
-from fullrank.ops.autograd import (
-    LOSS_TENSORS,
-    Operator,
-    Optional,
-    Result,
-    keep_made,
-    keep_tensors,
-    or_empty,
-    scaled,
-    without_autocast,
-)
+from fullrank.ops import arguments, autograd
 from fullrank.ops.mixture import reference
 from fullrank.ops.mixture.chunked import mixture_pass
 from fullrank.ops.pointwise import IDENTITY, Pointwise, from_parts
@@ -61,7 +44,8 @@ class TokenStats(NamedTuple):
 def mixture_nll(
     rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = ...,
     pointwise: Pointwise = ..., reduction: str = ..., token_weight: Tensor | None = ...,
-    ignore_index: int = ..., return_stats: Literal[False] = ..., workspace: int | None = ..., impl: str = ...,
+    ignore_index: int = ..., return_stats: Literal[False] = ..., workspace: int | None = ...,
+    impl: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def mixture_nll(
@@ -72,7 +56,8 @@ def mixture_nll(
 def mixture_nll(
     rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None,
     pointwise: Pointwise = IDENTITY, reduction: str = "mean", token_weight: Tensor | None = None,
-    ignore_index: int = -100, return_stats: bool = False, workspace: int | None = None, impl: str = "auto",
+    ignore_index: int = -100, return_stats: bool = False, workspace: int | None = None,
+    impl: str = "auto",
 ) -> Tensor | tuple[Tensor, TokenStats]:  # fmt: skip
     """Negative log-likelihood of a mixture of K softmaxes (or of what `pointwise` makes of them), in nats.
 
@@ -89,10 +74,10 @@ def mixture_nll(
     product more). `workspace` bounds the memory beyond inputs and gradients, in bytes; 256 MiB on a CPU by
     default, on CUDA 2 GiB or a sixteenth of the device's memory.
     """
-    check_mixture(rows, log_prior, weight, targets, bias)
-    check_reduction(targets, reduction, token_weight)
-    check_implementation(impl)
-    product = product_dtype(rows, weight, impl)
+    arguments.check_mixture(rows, log_prior, weight, targets, bias)
+    arguments.check_reduction(targets, reduction, token_weight)
+    arguments.check_implementation(impl)
+    product = arguments.product_dtype(rows, weight, impl)
     needs = needs_of(rows, log_prior, weight, bias, pointwise.trained)
 
     def evaluate(mean: bool, stats: bool, needs: Needs, impl: str) -> tuple[Tensor, TokenStats]:
@@ -130,7 +115,8 @@ def mixture_nll(
 
 def _loss_of_tokens(
     rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
-    pointwise: Pointwise, token_weight: Tensor | None, ignore_index: int, workspace: int | None, impl: str,
+    pointwise: Pointwise, token_weight: Tensor | None, ignore_index: int, workspace: int | None,
+    impl: str,
 ) -> Tensor:  # fmt: skip
     """reduction="none" with gradients [N]: from the losses of single rows, differentiable one by one."""
     *_, row_nll = row_losses(
@@ -145,31 +131,6 @@ def _loss_of_tokens(
     joint = torch.where((counted & ~hopeless)[:, None], joint, 0.0)
     loss = torch.where(hopeless, torch.inf, -torch.logsumexp(joint, dim=1))
     return torch.where(counted, reduce_losses(loss, token_weight, "none"), 0.0)
-
-
-@torch.no_grad()
-def posterior_shares(
-    rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None,
-    pointwise: Pointwise = IDENTITY, ignore_index: int = -100, workspace: int | None = None,
-    impl: str = "auto",
-) -> Tensor:  # fmt: skip
-    """Which component emitted the target, as the model has it: r_k = exp(log_prior_k - nll_k + nll), [N, K].
-
-    Arguments as in `mixture_nll`; one product. The shares of a token sum to 1; those of an ignored one, or of
-    one that no component can emit, are 0.
-    """
-    check_mixture(rows, log_prior, weight, targets, bias)
-    check_implementation(impl)
-    impl = "chunked" if impl == "reference" else impl
-    found = _make_mixture(
-        rows, log_prior, weight, targets.long(), bias, None, pointwise.trained, pointwise.kind,
-        pointwise.constant, False, ignore_index, False, Needs(prior=True), product_dtype(rows, weight, impl),
-        workspace, impl,
-    )  # fmt: skip
-    d_prior = found.gradients[1]
-    assert d_prior is not None
-    # A share is minus the gradient of the summed loss in its log prior.
-    return d_prior.neg()
 
 
 MIXTURE = (
@@ -187,9 +148,13 @@ def _make_mixture(
     token_weight: Tensor | None, slopes: Tensor | None, kind: str, constant: float, mean: bool,
     ignore_index: int, stats: bool, needs: Sequence[bool], product: torch.dtype, workspace: int | None,
     impl: str, *, narrow: bool = True,
-) -> Result:  # fmt: skip
-    wide, pointwise, wanted = compute_dtype(product), from_parts(kind, constant, slopes), Needs(*needs)
-    with without_autocast(rows.device):
+) -> autograd.Result:  # fmt: skip
+    wide, pointwise, wanted = (
+        arguments.compute_dtype(product),
+        from_parts(kind, constant, slopes),
+        Needs(*needs),
+    )
+    with autograd.without_autocast(rows.device):
         # Inside the operator, where the values are known even under torch.compile.
         look = Look(targets, weight.shape[0], ignore_index)
         work = mixture_pass(
@@ -205,10 +170,12 @@ def _make_mixture(
         )  # fmt: skip
         nll = tokens.blank(nll, 0.0)
         loss, factor = tokens.loss(nll, weights, mean=mean)
-        beside: tuple[Optional, ...] = (nll, None, None)
+        beside: tuple[Tensor | None, ...] = (nll, None, None)
         if work.argmax is not None:
             beside = (nll, tokens.blank(work.argmax, -1), tokens.blank(work.entropy, 0.0))
-        return Result(loss, beside, factor, (work.d_rows, d_prior, *sums_of(work.summed(), pointwise)))
+        return autograd.Result(
+            loss, beside, factor, (work.d_rows, d_prior, *sums_of(work.summed(), pointwise))
+        )
 
 
 @torch.library.custom_op("fullrank::mixture", mutates_args=(), schema=MIXTURE)
@@ -218,11 +185,12 @@ def mixture(*inputs: Any) -> tuple[Tensor, ...]:
 
 @mixture.register_fake
 def _(
-    rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, bias: Optional,
-    token_weight: Optional, slopes: Optional, kind: str, constant: float, mean: bool, ignore_index: int,
+    rows: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
+    token_weight: Tensor | None, slopes: Tensor | None, kind: str, constant: float, mean: bool,
+    ignore_index: int,
     stats: bool, needs: Sequence[bool], product: torch.dtype, workspace: int | None, impl: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    wanted, wide, N = Needs(*needs), compute_dtype(product), rows.shape[0]
+    wanted, wide, N = Needs(*needs), arguments.compute_dtype(product), rows.shape[0]
     nll = rows.new_empty(N, dtype=wide)
     beside = (nll.new_empty(N, dtype=torch.int64), nll.new_empty(N)) if stats else (None, None)
     gradients = (
@@ -230,12 +198,22 @@ def _(
         nll.new_empty(log_prior.shape) if wanted.prior else None,
         *fake_sums(wanted, weight, slopes, wide),
     )
-    return nll.new_empty(()), nll, *or_empty(nll, *beside), nll.new_empty(()), *or_empty(nll, *gradients)
+    return (
+        nll.new_empty(()),
+        nll,
+        *autograd.or_empty(nll, *beside),
+        nll.new_empty(()),
+        *autograd.or_empty(nll, *gradients),
+    )
 
 
-def _mixture_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optional, ...]:
-    return scaled(ctx, upstream, _make_mixture, places=MIXTURE_PLACES)
+def _mixture_backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    return autograd.scaled(ctx, upstream, _make_mixture, places=MIXTURE_PLACES)
 
 
-mixture.register_autograd(_mixture_backward, setup_context=partial(keep_tensors, places=MIXTURE_PLACES))
-mixture_loss = Operator(mixture, _make_mixture, keep_made, _mixture_backward, LOSS_TENSORS)
+mixture.register_autograd(
+    _mixture_backward, setup_context=partial(autograd.keep_tensors, places=MIXTURE_PLACES)
+)
+mixture_loss = autograd.Operator(
+    mixture, _make_mixture, autograd.keep_made, _mixture_backward, autograd.LOSS_TENSORS
+)

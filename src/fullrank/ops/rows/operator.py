@@ -22,14 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullrank.ops import autograd
 from fullrank.ops.arguments import check_implementation, check_rows, compute_dtype, product_dtype
-from fullrank.ops.autograd import (
-    Operator,
-    Optional,
-    or_empty,
-    refuse_second_derivative,
-    without_autocast,
-)
 from fullrank.ops.mixture import reference
 from fullrank.ops.mixture.chunked import mixture_pass
 from fullrank.ops.pointwise import IDENTITY, Pointwise, from_parts
@@ -90,7 +84,7 @@ def _row_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """target [R], lse [R], nll [R], then what the backward pass keeps: maximum [R] and others [R]."""
     pointwise, R = from_parts(kind, constant, slopes), rows.shape[0]
-    with without_autocast(rows.device):
+    with autograd.without_autocast(rows.device):
         tokens = count_targets(targets, weight.shape[0], ignore_index)
         work = mixture_pass(
             rows[:, None], weight, bias, pointwise, needs=Needs(), product=product, workspace=workspace,
@@ -115,7 +109,7 @@ row_statistics = torch.library.custom_op("fullrank::rows", _row_statistics, muta
 
 @row_statistics.register_fake
 def _(
-    rows: Tensor, weight: Tensor, targets: Tensor, bias: Optional, slopes: Optional, kind: str,
+    rows: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, slopes: Tensor | None, kind: str,
     constant: float, ignore_index: int | None, needs: Sequence[bool], product: torch.dtype,
     workspace: int | None, impl: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -132,9 +126,9 @@ def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 
 def _rows_backward(
-    ctx: Any, g_target: Optional, g_lse: Optional, g_nll: Optional, *_: Optional
-) -> tuple[Optional, ...]:
-    refuse_second_derivative()
+    ctx: Any, g_target: Tensor | None, g_lse: Tensor | None, g_nll: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    autograd.refuse_second_derivative()
     rows, weight, targets, bias, slopes, target, maximum, others = ctx.saved_tensors
     statistics = Statistics(maximum, others, target)
     # The gradient in f(z_y), from each output by itself: in their sum the loss would lose its digits.
@@ -158,7 +152,7 @@ def _rows_backward(
 
 
 row_statistics.register_autograd(_rows_backward, setup_context=_rows_setup)
-rows_operator = Operator(row_statistics, _row_statistics, _rows_setup, _rows_backward, TENSORS)
+rows_operator = autograd.Operator(row_statistics, _row_statistics, _rows_setup, _rows_backward, TENSORS)
 
 
 @torch.library.custom_op("fullrank::rows_gradient", mutates_args=())
@@ -170,13 +164,14 @@ def rows_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """upstream [R] is the gradient of the normalisers outside the target, at_target [R] that of f(z_y)."""
     pointwise, wanted = from_parts(kind, constant, slopes), Needs(*needs)
-    with without_autocast(rows.device):
+    with autograd.without_autocast(rows.device):
         tokens = count_targets(targets, weight.shape[0], ignore_index)
         work = mixture_pass(
             # The rows' gradient gets the targets' part as well, and is put together here.
-            rows[:, None], weight, bias, pointwise, needs=wanted._replace(rows=False), product=product,
+            rows[:, None], weight, bias, pointwise, needs=Needs(False, *wanted[1:]), product=product,
             workspace=workspace, impl=impl,
         )  # fmt: skip
+        work.make_room()
         statistics = Statistics(maximum, others, target)
         d_rows = rows.new_zeros(rows.shape) if wanted.rows else None
         for index in pieces(rows.shape[0], tokens.positions, work.size):
@@ -186,18 +181,18 @@ def rows_gradient(
             add_targets(some, y, at_target[index], weight, bias, pointwise, work.sums, d_some)
             if d_rows is not None and d_some is not None:
                 d_rows[index] = d_some.to(rows.dtype)
-        return or_empty(upstream, d_rows, *sums_of(work.summed(), pointwise))  # type: ignore[return-value]
+        return autograd.or_empty(upstream, d_rows, *sums_of(work.summed(), pointwise))  # type: ignore[return-value]
 
 
 @rows_gradient.register_fake
 def _(
-    rows: Tensor, weight: Tensor, targets: Tensor, bias: Optional, slopes: Optional, target: Tensor,
+    rows: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, slopes: Tensor | None, target: Tensor,
     maximum: Tensor, others: Tensor, upstream: Tensor, at_target: Tensor, kind: str, constant: float,
     ignore_index: int | None, needs: Sequence[bool], product: torch.dtype, workspace: int | None, impl: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wanted = Needs(*needs)
     sums = fake_sums(wanted, weight, slopes, upstream.dtype)
-    return or_empty(upstream, rows.new_empty(rows.shape) if wanted.rows else None, *sums)
+    return autograd.or_empty(upstream, rows.new_empty(rows.shape) if wanted.rows else None, *sums)
 
 
 def add_targets(

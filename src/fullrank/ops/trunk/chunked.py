@@ -19,7 +19,7 @@ everything else to the mixture of whole rows. The K components of a chunk are in
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,19 +31,8 @@ from fullrank.ops.reduce import Statistics, posterior
 from fullrank.ops.workspace import Chunk, at, most_rows, too_small, workspace_of
 
 
-class Components(Protocol):
-    """The K components of a chunk of tokens, from the trunk's scores [T, entries]."""
-
-    def statistics(self) -> Statistics:
-        """[T, K] each."""
-
-    def gradients(self, statistics: Statistics, factor: Tensor, d_weight: Tensor | None) -> Tensor:
-        """For factors g [T, K]: fills the private parts' gradient, adds to W_p's [entries, r], returns the
-        gradient of the trunk's scores [T, entries]."""
-
-
 class TorchComponents:
-    """With torch's operations, one component after the other."""
+    """The K components of a chunk with torch's operations, one after the other."""
 
     def __init__(
         self, scores: Tensor, private: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
@@ -133,7 +122,7 @@ class TrunkPass:
         self._first: Tensor | None = None
         self.d_weight = trunk.new_zeros(entries, D, dtype=self.wide) if needs.weight else None
         self.d_bias = trunk.new_zeros(entries, dtype=self.wide) if needs.bias else None
-        self._state: tuple[Tensor, Tensor | None, Components, Statistics] | None = None
+        self._state: tuple[Tensor, Tensor | None, Any, Statistics] | None = None
 
     def _chunk_tokens(self, N: int, K: int, entries: int, room: int, cast: bool) -> int:
         """Tokens whose scores fit: in the narrow dtype for kernels, else four buffers in the wide one, and
@@ -160,7 +149,7 @@ class TrunkPass:
         if scores is None or not isinstance(chunk.index, slice):
             scores = self.shared.score(trunk, self._buffer[: trunk.shape[0]], 0)
         d_private = None if self.d_private is None else self._room(self.d_private, chunk, private)
-        components: Components
+        components: Any
         if self.kernel:
             from fullrank.ops.trunk.kernels import KernelComponents
 
@@ -209,8 +198,6 @@ class TrunkPass:
         return torch.empty_like(like)
 
     @property
-    def made(self) -> tuple[Tensor | None, Tensor | None]:
+    def made(self) -> tuple[Tensor | None, ...]:
         """Gradients of W and b, without padding."""
-        cut = (None if each is None else each[: self.V] for each in (self.d_weight, self.d_bias))
-        d_weight, d_bias = cut
-        return d_weight, d_bias
+        return tuple(None if each is None else each[: self.V] for each in (self.d_weight, self.d_bias))

@@ -266,13 +266,15 @@ class KernelComponents:
         """trunk [T, stride] (z), private [T, K, r], weight [stride, r] with 0 beyond V, bias [stride] fp32
         with -inf beyond V, targets [T]; d_private [T, K, r] takes the private parts' gradient. `signed`:
         factors may be negative, all of a token alike."""
-        self.trunk, self.private, self.weight, self.targets = trunk, private, weight, targets.contiguous()
+        self.trunk, self.private, self.weight = trunk, private, weight
+        # Inside the vocabulary whatever they are: the host may have yet to look.
+        self.targets = targets.clamp(0, V - 1)
         self.d_private, self.signed = d_private, signed
         if bias is not None:
             trunk += bias
         elif trunk.shape[1] > V:
             trunk[:, V:] = -torch.inf
-        y = targets[:, None]
+        y = self.targets[:, None]
         self.at_target = trunk.gather(1, y)[:, 0].float()
         trunk.scatter_(1, y, -torch.inf)
 

@@ -10,25 +10,7 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.ops.arguments import (
-    check_implementation,
-    check_mixture,
-    check_reduction,
-    compute_dtype,
-    product_dtype,
-    shape_of,
-)
-from fullrank.ops.autograd import (
-    LOSS_TENSORS,
-    Operator,
-    Optional,
-    Result,
-    keep_made,
-    keep_tensors,
-    or_empty,
-    scaled,
-    without_autocast,
-)
+from fullrank.ops import arguments, autograd
 from fullrank.ops.mixture.operator import mixture_nll
 from fullrank.ops.products import Needs, fake_sums, needs_of
 from fullrank.ops.reduce import Look, reduce_losses
@@ -50,17 +32,17 @@ def trunk_nll(
     """
     if trunk.ndim != 2 or private.ndim != 3 or private.shape[:1] != trunk.shape[:1]:
         raise FullrankError(
-            f"trunk has shape {shape_of(trunk)} and private {shape_of(private)}, "
+            f"trunk has shape {arguments.shape_of(trunk)} and private {arguments.shape_of(private)}, "
             "expected [N, D - r] and [N, K, r]"
         )
     width = trunk.shape[1] + private.shape[2]
     # A row of the right shape without its memory: the checks ask for no more.
-    check_mixture(private[:, :, :1].expand(-1, -1, width), log_prior, weight, targets, bias)
-    check_reduction(targets, reduction, token_weight)
-    check_implementation(impl)
+    arguments.check_mixture(private[:, :, :1].expand(-1, -1, width), log_prior, weight, targets, bias)
+    arguments.check_reduction(targets, reduction, token_weight)
+    arguments.check_implementation(impl)
     needs = needs_of(trunk, log_prior, weight, bias, None)
-    needs = needs._replace(rows=needs.rows or (private.requires_grad and torch.is_grad_enabled()))
-    product = product_dtype(trunk, weight, impl)
+    needs = Needs(needs.rows or (private.requires_grad and torch.is_grad_enabled()), *needs[1:])
+    product = arguments.product_dtype(trunk, weight, impl)
     # A compiler cannot look into Triton: then the operator finds out, and takes torch's operations.
     asked = impl == "auto" and trunk.is_cuda and not torch.compiler.is_compiling()
     unserved = asked and not kernels_serve(impl, trunk.device, product, private.shape[2])
@@ -102,11 +84,12 @@ PLACES = (0, 1, 2, 3, 5)
 
 def _make_trunk(
     trunk: Tensor, private: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
-    token_weight: Tensor | None, mean: bool, ignore_index: int, needs: Sequence[bool], product: torch.dtype,
+    token_weight: Tensor | None, mean: bool, ignore_index: int, needs: Sequence[bool],
+    product: torch.dtype,
     workspace: int | None, impl: str,
-) -> Result:  # fmt: skip
-    wide, wanted = compute_dtype(product), Needs(*needs)
-    with without_autocast(trunk.device):
+) -> autograd.Result:  # fmt: skip
+    wide, wanted = arguments.compute_dtype(product), Needs(*needs)
+    with autograd.without_autocast(trunk.device):
         look = Look(targets, weight.shape[0], ignore_index)
         work = TrunkPass(
             trunk, private, weight, bias, needs=wanted, product=product, workspace=workspace,
@@ -121,7 +104,7 @@ def _make_trunk(
         )  # fmt: skip
         nll = tokens.blank(nll, 0.0)
         loss, factor = tokens.loss(nll, weights, mean=mean)
-        return Result(loss, (nll,), factor, (work.d_trunk, work.d_private, d_prior, *work.made))
+        return autograd.Result(loss, (nll,), factor, (work.d_trunk, work.d_private, d_prior, *work.made))
 
 
 @torch.library.custom_op("fullrank::trunk", mutates_args=(), schema=TRUNK)
@@ -131,11 +114,12 @@ def trunk_mixture(*inputs: Any) -> tuple[Tensor, ...]:
 
 @trunk_mixture.register_fake
 def _(
-    trunk: Tensor, private: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, bias: Optional,
-    token_weight: Optional, mean: bool, ignore_index: int, needs: Sequence[bool], product: torch.dtype,
+    trunk: Tensor, private: Tensor, log_prior: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
+    token_weight: Tensor | None, mean: bool, ignore_index: int, needs: Sequence[bool],
+    product: torch.dtype,
     workspace: int | None, impl: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    wanted, wide = Needs(*needs), compute_dtype(product)
+    wanted, wide = Needs(*needs), arguments.compute_dtype(product)
     nll = trunk.new_empty(trunk.shape[0], dtype=wide)
     gradients = (
         torch.empty_like(trunk) if wanted.rows else None,
@@ -143,12 +127,14 @@ def _(
         nll.new_empty(log_prior.shape) if wanted.prior else None,
         *fake_sums(wanted, weight, None, wide)[:2],
     )
-    return nll.new_empty(()), nll, nll.new_empty(()), *or_empty(nll, *gradients)
+    return nll.new_empty(()), nll, nll.new_empty(()), *autograd.or_empty(nll, *gradients)
 
 
-def _trunk_backward(ctx: Any, upstream: Optional, *_: Optional) -> tuple[Optional, ...]:
-    return scaled(ctx, upstream, _make_trunk, places=PLACES)
+def _trunk_backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    return autograd.scaled(ctx, upstream, _make_trunk, places=PLACES)
 
 
-trunk_mixture.register_autograd(_trunk_backward, setup_context=partial(keep_tensors, places=PLACES))
-trunk_loss = Operator(trunk_mixture, _make_trunk, keep_made, _trunk_backward, LOSS_TENSORS)
+trunk_mixture.register_autograd(_trunk_backward, setup_context=partial(autograd.keep_tensors, places=PLACES))
+trunk_loss = autograd.Operator(
+    trunk_mixture, _make_trunk, autograd.keep_made, _trunk_backward, autograd.LOSS_TENSORS
+)
