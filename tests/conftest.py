@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from hypothesis import settings
 # Before torch is imported: workers share the cores, and threads beyond them wait for each other.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
+
+# Before anything imports Triton: without a GPU its kernels run in its interpreter.
+if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A busy machine makes no test fail by the clock, and CI tries the same examples every time.
 settings.register_profile("fullrank", deadline=None, derandomize="CI" in os.environ)

@@ -38,11 +38,6 @@ TRAINABLE = {"plif": 6, "capped_sigsoftmax": 1}
 """Numbers that f trains."""
 
 
-# Before anything imports Triton: without a GPU its kernels run in its interpreter.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     installed = importlib.util.find_spec("triton") is not None
     if not installed or os.environ.get("TRITON_INTERPRET") != "1":

@@ -184,6 +184,8 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_mixture_loss(path, condition, dtype, kind, components):
     if path == "kernels" and dtype == torch.float64:
         pytest.skip("the kernels work in fp32")
+    if path == "kernels" and kind != "identity" and dtype != torch.bfloat16:
+        pytest.skip("f is applied in fp32 whatever the dtype, and the interpreter takes its time")
     case = make_case(condition, dtype, kind, components)
     eps, stored = precision(dtype, path), torch.finfo(dtype).eps
     for reduction in reductions_of(path):
@@ -220,8 +222,8 @@ def test_loss_over_a_split_vocabulary(condition, dtype):
 @paths
 def test_losses_of_single_rows(path, condition, dtype, kind):
     """`linear_nll`, `linear_logprob`: the loss of rows by themselves is that of mixtures of one component."""
-    if path == "kernels" and dtype == torch.float64:
-        pytest.skip("the kernels work in fp32")
+    if path == "kernels" and (dtype == torch.float64 or (kind != "identity" and dtype != torch.bfloat16)):
+        pytest.skip("the kernels work in fp32; f is applied in it whatever the dtype")
     case = make_case(condition, dtype, kind, 1)
     case = Case(**{**vars(case), "log_prior": torch.zeros_like(case.log_prior)})
     right = truth(case, "none", eps=precision(dtype, path), stored=torch.finfo(dtype).eps)

@@ -220,8 +220,9 @@ class Look:
         aside = aside_of(self.targets.device)
         aside.wait_event(self._before)
         with torch.cuda.stream(aside):
-            here = self.targets.to("cpu", non_blocking=True)
-        aside.synchronize()
+            here, done = self.targets.to("cpu", non_blocking=True), torch.cuda.Event()
+            done.record()
+        done.synchronize()
         return here
 
     def tokens(self) -> Tokens:
