@@ -124,6 +124,9 @@ def test_what_is_not_a_terminal_gets_plain_text(diagnose: Run, capsys: pytest.Ca
     assert "0:00" not in printed
 
 
+@pytest.mark.slow(
+    reason="a whole diagnosis in a process of its own, ten seconds; the command itself runs in this one"
+)
 def test_as_a_process_with_a_pipe(model: Path, text: Path, tmp_path: Path) -> None:
     """Nothing of transformers' or torch's own chatter comes through either."""
     out = tmp_path / "out"

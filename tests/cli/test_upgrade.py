@@ -181,6 +181,7 @@ def test_the_whole_model_can_be_trained(upgraded: Run, text: Path, model: Path, 
     assert list((tmp_path / "states").iterdir()) == []
 
 
+@pytest.mark.slow(reason="trains every head of auto, five seconds")
 def test_auto_says_when_no_head_is_worth_it(
     upgraded: Run, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,7 @@ def test_nothing_beats_a_softmax_where_the_truth_is_one():
         assert abs(one.loss.value - found.original.value) < 0.005, one.head
 
 
+@pytest.mark.slow(reason="a second fit of every head, six seconds; the case without refitting is beside it")
 def test_nothing_beats_a_softmax_that_has_to_be_refitted():
     # Here all heads have something to learn, which a softmax can say.
     found = better_head(setting(turned_softmax), heads=("mos",), epochs=10, rates=(0.2,), seeds=2)

@@ -101,6 +101,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     refused(path, "cannot be read .Permission denied")
 
 
+@pytest.mark.slow(reason="reads the whole standard library, seven seconds")
 def test_standard_library_is_prose_of_a_size() -> None:
     documents = text.standard_library()
     size = sum(len(document.text) for document in documents)

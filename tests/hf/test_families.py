@@ -15,10 +15,10 @@ from fullrank.hf import upgrade
 
 Make = Callable[..., Any]
 
-NAMED = ["llama", "gpt2", "gpt_neox", "gemma2", "mamba"]
+NAMED = ["llama", "gpt2", "gpt_neox", "gemma2"]
 # A second and a half each; their output layers are like one of the above.
 OTHERS = [
-    "opt", "qwen3", "mistral", "gemma3", "opt projected", "rwkv", "granite", "cohere", "phi", "gptj", "bloom",
+    "mamba", "opt", "qwen3", "mistral", "gemma3", "opt projected", "rwkv", "granite", "cohere", "phi", "gptj", "bloom",
     "mpt", "mixtral",
 ]  # fmt: skip
 FAMILIES = [*NAMED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]

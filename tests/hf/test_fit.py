@@ -132,6 +132,7 @@ def test_estimated_losses_agree_with_exact_ones(
     torch.testing.assert_close(written.flatten(), exact, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.slow(reason="two more trainings, five seconds")
 def test_a_head_with_a_bias_is_held_against_one_with_a_bias(mixture: tuple[Head, fit.Text]) -> None:
     plain, text = mixture
     head = student_of(plain, "sigsoftmax", bias=True)
@@ -179,6 +180,9 @@ def test_heads_that_read_layers_positions_and_ids_train_too() -> None:
         assert loss.item() == pytest.approx(record.saved_loss, abs=1e-5)
 
 
+@pytest.mark.slow(
+    reason="trains every head of auto, nine seconds; the command's auto is tested by its choice"
+)
 def test_choosing_takes_what_is_best_and_judging_declines(
     mixture: tuple[Head, fit.Text], softmax: tuple[Head, fit.Text]
 ) -> None:

@@ -89,7 +89,11 @@ def test_a_tracker_gets_every_number_that_applies(
         assert line["eval_logprob_rank"] <= WIDTH
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "phi", "mamba", "cohere"])
+# A second and a half each; their output layers are like one of the first three.
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("phi", "mamba", "cohere")]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", *SLOWER])
 def test_a_plain_model_is_measured_as_the_softmax_that_it_is(
     family: str, tiny_model: Make, texts: Any, tmp_path: Path
 ) -> None:
@@ -128,6 +132,7 @@ def test_training_lifts_the_rank_beyond_one_softmax_in_tensorboard(
     assert ranks == [(2, line["eval_logprob_rank"]), (4, last["eval_logprob_rank"])]
 
 
+@pytest.mark.slow(reason="two trainings to compare, three seconds")
 def test_the_run_ends_with_the_weights_of_one_without(tiny_model: Make, texts: Any, tmp_path: Path) -> None:
     def ended(monitored: bool, plain: bool) -> list[Tensor]:
         torch.manual_seed(0)

@@ -33,7 +33,10 @@ def make(tiny_model: Callable[..., Any], family: str, head: str) -> tuple[Any, A
     return upgrade(original, head), upgrade(original, "softmax").lm_head
 
 
-@pytest.mark.parametrize(("family", "head"), [("llama", "mos"), ("gpt_neox", "doc")])
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [("llama", "mos"), pytest.param("gpt_neox", "doc", marks=pytest.mark.slow(reason="a second training"))],
+)
 def test_the_whole_model_learns(
     family: str, head: str, tiny_model: Callable[..., Any], windows: Windows, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -58,6 +61,7 @@ def test_the_whole_model_learns(
     assert loss.item() == pytest.approx(record.saved_loss, abs=1e-4)
 
 
+@pytest.mark.slow(reason="three trainings, six seconds; a killed run of `train` is in the default tier")
 def test_a_killed_run_ends_with_the_same_numbers(
     tiny_model: Callable[..., Any], windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def test_a_width_that_suffices_is_refused() -> None:
         dataclasses.replace(SMALL, width=6)
 
 
+@pytest.mark.slow(reason="fits every rung, ten seconds; the demo's ladder runs in the default tier")
 def test_ladder_breaks_the_bottleneck() -> None:
     shares: list[float] = []
     record = ladder.run(SMALL, lambda label, share: shares.append(share))

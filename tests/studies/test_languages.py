@@ -21,6 +21,7 @@ def toy(folder: Path, seed: int, documents: int) -> Path:
     return folder
 
 
+@pytest.mark.slow(reason="counts several corpora, three seconds")
 def test_every_corpus_has_the_same_number_of_tokens(tmp_path: Path) -> None:
     corpora = {"one": toy(tmp_path / "one", 0, 30), "two": toy(tmp_path / "two", 1, 24)}
     settings = Settings(order=3, workers=1, blocks=8, cache=tmp_path / "cache")

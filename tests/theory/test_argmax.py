@@ -258,6 +258,7 @@ def test_a_subspace_in_single_precision_does_not_take_a_near_tie_for_a_lead(D: i
     assert search.argmaxable.sum() >= (0.9 * 400 if D == 100 else 1)
 
 
+@pytest.mark.slow(reason="a wide matrix is the point, five seconds; narrow ones are in the default tier")
 def test_a_subspace_settles_most_tokens_of_a_wide_matrix() -> None:
     weight = planted(8, 900, 150, inside=30)
     search = narrow(weight)

@@ -114,6 +114,7 @@ def test_the_same_seed_gives_the_same_factors() -> None:
     assert first.descents == second.descents
 
 
+@pytest.mark.slow(reason="a training against the floor, four seconds; the floor itself is tested exactly")
 def test_training_does_not_undercut_the_floor() -> None:
     log_probs = language(32, 16, 8)
     floor = factorise(log_probs, 3).loss

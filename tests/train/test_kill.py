@@ -231,6 +231,9 @@ def check_training(tmp_path: Path, *, kills: int, seed: int) -> None:
         assert events(run) == events(reference)
 
 
+@pytest.mark.slow(
+    reason="fifteen seconds of starting and killing; a signal to the real command is in the default tier"
+)
 def test_killed_within_milliseconds(tmp_path: Path) -> None:
     check_training(tmp_path, kills=12, seed=1)
 

@@ -191,6 +191,7 @@ def test_stopped_after_every_single_step(
     assert stops == shop.log(reference.name)
 
 
+@pytest.mark.slow(reason="every checkpoint of a run is continued, seven seconds; one is in the default tier")
 @pytest.mark.parametrize("case", ["mos", "nt-asgd", "transformer"])
 def test_continued_from_many_checkpoints(shop: Workshop, out: str, case: str) -> None:
     continued(shop, out, CASES[case], every=4)

@@ -18,7 +18,6 @@ from fullrank.heads.base import Head, States
 from fullrank.heads.labels import Labels, Loss
 from fullrank.heads.record import MixtureRecord, describe_mixture
 from fullrank.ops import mixture_argmax, mixture_log_probs, mixture_nll, row_scores
-from fullrank.ops.reduce import reduce_losses
 
 # Log-probabilities that a decoding method may hold at once, in bytes.
 DECODING_BYTES = 256 << 20
@@ -136,16 +135,11 @@ class RowHead(Head):
 
 
 def reduction_of(labels: Labels) -> dict[str, Any]:
-    """How a fused loss is to reduce; single losses are weighted afterwards, by `shaped`."""
+    """How a fused loss is to reduce."""
     weight = None if labels.token_weight is None else labels.token_weight.flatten()
-    return {"reduction": labels.reduction, "token_weight": None if labels.reduction == "none" else weight}
+    return {"reduction": labels.reduction, "token_weight": weight}
 
 
 def shaped(loss: Tensor, labels: Labels) -> Tensor:
-    """The loss as forward gives it: for "none" weighted and in the shape of the targets."""
-    if labels.reduction != "none":
-        return loss
-    weight = labels.token_weight
-    return reduce_losses(loss, None if weight is None else weight.flatten(), "none").view(
-        labels.targets.shape
-    )
+    """The loss as forward gives it: for "none" in the shape of the targets."""
+    return loss.view(labels.targets.shape) if labels.reduction == "none" else loss
