@@ -18,7 +18,8 @@ Make = Callable[..., Any]
 NAMED = ["llama", "gpt2", "gpt_neox", "gemma2"]
 # A second and a half each; their output layers are like one of the above.
 OTHERS = [
-    "mamba", "opt", "qwen3", "mistral", "gemma3", "opt projected", "rwkv", "granite", "cohere", "phi", "gptj", "bloom",
+    "mamba", "opt", "qwen3", "mistral", "gemma3", "opt projected", "rwkv", "granite", "cohere", "phi", "gptj",
+    "bloom",
     "mpt", "mixtral",
 ]  # fmt: skip
 FAMILIES = [*NAMED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
