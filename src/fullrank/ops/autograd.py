@@ -22,8 +22,7 @@ from fullrank.ops.products import scale_all
 
 Optional = Tensor | None
 
-# How many of a loss's first arguments are tensors; the plain options follow.
-LOSS_TENSORS = 7
+LOSS_TENSORS = 7  # How many of a loss's first arguments are tensors; the plain options follow.
 
 
 def or_empty(like: Tensor, *tensors: Optional) -> tuple[Tensor, ...]:

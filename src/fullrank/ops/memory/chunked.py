@@ -16,10 +16,8 @@ from fullrank.ops.arguments import compute_dtype
 from fullrank.ops.memory.reference import View, check_memory
 from fullrank.ops.workspace import workspace_of
 
-# Buffers as large as a tile of scores that live at once.
-COPIES = 6
-MOST_QUERIES = 128
-"""Queries of a tile: with more, more of the future is scored for nothing."""
+COPIES = 6  # Buffers as large as a tile of scores that live at once.
+MOST_QUERIES = 128  # Of a tile: with more, more of the future is scored for nothing.
 
 
 def memory_logsumexp(

@@ -68,8 +68,7 @@ class KernelMixture:
     ) -> None:  # fmt: skip
         N, K, D = rows.shape
         self.V, self.K, self.D = weight.shape[0], K, D
-        self.rows, self.needs, self.size, self.product = rows, needs, size, product
-        self.pointwise = pointwise
+        self.rows, self.needs, self.size, self.product, self.pointwise = rows, needs, size, product, pointwise
         stride = padded(self.V)
         if stride != self.V:
             # W goes on with rows of zeros, whose scores the kernel leaves out and whose Q is 0.

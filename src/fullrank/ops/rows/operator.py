@@ -31,8 +31,7 @@ from fullrank.ops.products import Gradients, Needs, fake_sums, needs_of, sums_of
 from fullrank.ops.reduce import Statistics, count_targets, zero_statistics
 from fullrank.ops.workspace import pieces
 
-TENSORS = 5
-"""How many of the first arguments of `rows` are tensors; the plain options follow."""
+TENSORS = 5  # How many of the first arguments of `rows` are tensors; the plain options follow.
 
 
 def linear_logprob(
