@@ -37,7 +37,7 @@ def product_dtype(rows: Tensor, weight: Tensor, impl: str = "auto") -> torch.dty
     """The dtype that rows and weight are multiplied in: theirs, or autocast's.
 
     On a processor half precision is multiplied in fp32. Without instructions for it torch's own half products
-    took 5 to 180 times as long, and copied to fp32 what the workspace was to bound; with them (AMX) they took
+    took 4 to 170 times as long, and copied to fp32 what the workspace was to bound; with them (AMX) they took
     half as long. `impl="triton"` there is the interpreter, which does as a GPU does.
     """
     kind = rows.device.type
