@@ -116,6 +116,7 @@ def test_it_trains(run: Path) -> None:
 
 
 def test_a_run_with_it_is_diagnosed(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("altair", reason="the command writes a page")
     from fullrank.cli.main import run as command
 
     text = str(run.parent / "test.txt")

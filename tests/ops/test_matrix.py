@@ -268,8 +268,10 @@ def test_outputs_beside_the_loss(condition, dtype, kind, components):
         right["entropy"].check(stats.entropy, "entropy")
         whole = right["log_probs"]
         Bounded(whole.value[counted], whole.allowed[counted]).check(table, "log_probs")
-        assert torch.equal(best, table.amax(1))
-        assert torch.equal(table.gather(1, entry[:, None])[:, 0], best)
+        # Two products of other shapes may round apart, so the best entry is one of the best.
+        highest = Bounded(whole.value[counted].amax(1), whole.allowed[counted].amax(1))
+        highest.check(best, "log_prob of the best")
+        highest.check(table.gather(1, entry[:, None])[:, 0], "best entry")
         near = whole.value.gather(1, stats.argmax.clamp_min(0)[:, None])[:, 0]
         assert bool((near >= whole.value.amax(1) - 2 * whole.allowed.amax(1))[counted].all())
         assert bool((stats.argmax[~counted] == -1).all())

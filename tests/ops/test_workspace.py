@@ -143,7 +143,11 @@ def tensors(N, V):
 mixture_nll(*tensors(16, 64), workspace={workspace}).backward()
 inputs = tensors(N, V)
 before = resident("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")
+try:
+    open("/proc/self/clear_refs", "w").write("5")
+except OSError:
+    print("no peaks")
+    raise SystemExit
 mixture_nll(*inputs, workspace={workspace}).backward()
 gradients = sum(t.numel() * 4 for t in inputs[:3])
 print(resident("VmHWM") - before - gradients)
@@ -160,6 +164,8 @@ def test_resident_memory_of_a_process(shape):
         env={"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
         capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
+    if done.stdout == "no peaks\n":
+        pytest.skip("this kernel does not count peaks anew")
     # A few MiB are the libraries': packed blocks of the products, code pages touched for the first time.
     assert int(done.stdout) <= workspace + 8 * MIB
 

@@ -22,7 +22,6 @@ rows must be finite), and a target outside the vocabulary makes the loss NaN ins
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -197,33 +196,16 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-@functools.cache
-def aside_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 class Look:
     """One look at targets [N]: `tokens` waits for what stood before it on the device and for their copy, not
     for what is launched meanwhile."""
 
     def __init__(self, targets: Tensor, V: int, ignore_index: int | None) -> None:
         self.targets, self.V, self.ignore_index = targets, V, ignore_index
-        self._before: torch.cuda.Event | None = None
+        self._here, self._copied = targets, None
         if targets.is_cuda and not capturing(targets):
-            self._before = torch.cuda.Event()
-            self._before.record(torch.cuda.current_stream(targets.device))
-
-    def _copy(self) -> Tensor:
-        """The targets on the host, past what has been launched since."""
-        if self._before is None:
-            return self.targets
-        aside = aside_of(self.targets.device)
-        aside.wait_event(self._before)
-        with torch.cuda.stream(aside):
-            here, done = self.targets.to("cpu", non_blocking=True), torch.cuda.Event()
-            done.record()
-        done.synchronize()
-        return here
+            self._here = targets.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.current_stream(targets.device).record_event()
 
     def tokens(self) -> Tokens:
         """Raises for a target that no row of W belongs to, naming it."""
@@ -236,7 +218,9 @@ class Look:
         N = targets.shape[0]
         if N == 0:
             return Tokens(targets=targets, count=0)
-        here, left_out = self._copy(), 0
+        if self._copied is not None:
+            self._copied.synchronize()
+        here, left_out = self._here, 0
         least, most = (int(end) for end in here.aminmax())
         if ignore_index is not None and least <= ignore_index <= most:
             left_out = int((here == ignore_index).sum())

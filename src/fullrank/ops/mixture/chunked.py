@@ -248,9 +248,10 @@ class TorchMixture:
         self.make_room()
 
     def make_room(self) -> None:
+        """As `fused.KernelMixture.make_room`."""
         self.sums = zero_gradients(self.needs, self.weight, self.vocabulary.pointwise, self.vocabulary.wide)
         if self.needs.rows:
-            self.d_rows = torch.zeros_like(self.rows, memory_format=torch.contiguous_format)
+            self.d_rows = torch.empty_like(self.rows, memory_format=torch.contiguous_format)
 
     def summed(self) -> Gradients:
         return self.sums

@@ -25,8 +25,9 @@ ROUND_ROWS = 256
 # two take half the memory in the same time; below, launches cost more than memory does.
 ENOUGH_ROWS = 4096
 ENOUGH_BYTES = 640 * MIB
-# Operations of the product that runs while the host looks at the targets: a few tenths of a millisecond.
-AHEAD = 200_000_000_000
+# Operations of the product that runs while the host looks at the targets: half a millisecond, or all of the
+# first chunk where that is less, so that the device never waits.
+AHEAD = 350_000_000_000
 # A sum of so many products is rounded to bf16 along with each of them: one rounding more than a sum in fp32,
 # for half the memory of W's gradient. fp16 could not hold a sum over tokens.
 NARROW_CHUNKS = 2
@@ -97,7 +98,7 @@ class KernelMixture:
         self.make_room()
 
     def make_room(self) -> None:
-        """For the gradients."""
+        """For the gradients. What rows have is written once, so where some have none the caller clears it."""
         needs, weight = self.needs, self.weight
         wide = self.product if self.narrow else torch.float32
         self.sums = Gradients(
@@ -106,7 +107,7 @@ class KernelMixture:
             unwritten=needs.weight,
         )
         if needs.rows:
-            self.d_rows = torch.zeros_like(self.rows, memory_format=torch.contiguous_format)
+            self.d_rows = torch.empty_like(self.rows, memory_format=torch.contiguous_format)
 
     def summed(self) -> Gradients:
         return self.sums.trimmed(self.V)

@@ -163,6 +163,8 @@ def _make_mixture(
         )  # fmt: skip
         work.score_ahead()
         tokens = look.tokens()
+        if tokens.positions is not None and work.d_rows is not None:
+            work.d_rows.zero_()
         weights = tokens.weights(token_weight, wide)
         nll, d_prior = over_chunks(
             work, log_prior, tokens, None if weights is None else weights.at_most_one, size=work.size,
