@@ -79,7 +79,7 @@ CAPABILITY := $(BIN)/python -c 'import torch; print(torch.backends.cpu.get_cpu_c
 test-older: $(STAMP)
 	@if [ "$(OLDER)" = ATEN_CPU_CAPABILITY=default ] && [ "$$($(CAPABILITY))" = DEFAULT ]; then \
 	  echo "test-older: torch already runs on its plainest instructions here, there is no older processor to imitate"; \
-	else env $(OLDER) $(PYTEST) tests/ops tests/heads tests/hf/test_upgrade.py; fi
+	else env $(OLDER) $(PYTEST) tests/ops tests/heads tests/upgrade/test_upgrade.py; fi
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.output_layer --device cpu

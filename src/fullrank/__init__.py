@@ -7,7 +7,7 @@ the command line stay fast:
     fullrank.heads.build("mos", hidden=768, vocab=50257, components=4)
     fullrank.theory.least_rank(log_probs)
     fullrank.diagnose.run("path/to/model")             everything about a model's output layer
-    fullrank.hf.upgrade("path/to/model", "mos")        a model of transformers with another head
+    fullrank.upgrade.upgrade("path/to/model", "mos")        a model of transformers with another head
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fullrank.errors import FullrankError
-from fullrank.hf.registration import register_when_imported
+from fullrank.models.registration import register_when_imported
 from fullrank.version import __version__
 
 if TYPE_CHECKING:
-    from fullrank import diagnose, heads, hf, ops, report, results, theory
+    from fullrank import diagnose, heads, models, ops, report, results, theory, train, upgrade
     from fullrank.ops import linear_logprob, mixture_nll
 
-_ROOMS = ("diagnose", "heads", "hf", "ops", "report", "results", "theory")
+_ROOMS = ("diagnose", "heads", "models", "ops", "report", "results", "theory", "train", "upgrade")
 _OPERATIONS = ("linear_logprob", "mixture_nll")
 
 __all__ = [
@@ -31,13 +31,15 @@ __all__ = [
     "__version__",
     "diagnose",
     "heads",
-    "hf",
     "linear_logprob",
     "mixture_nll",
+    "models",
     "ops",
     "report",
     "results",
     "theory",
+    "train",
+    "upgrade",
 ]
 
 

@@ -19,9 +19,9 @@ import torch
 from fullrank import results
 from fullrank.cli import main
 from fullrank.cli.diagnose import Diagnose, _settings
-from fullrank.diagnose import collect
 from fullrank.diagnose.diagnosis import QUICK, Answers
-from fullrank.diagnose.loading import quiet
+from fullrank.fit import collect
+from fullrank.models.loading import quiet
 from fullrank.results import Diagnosis
 from fullrank.results.diagnosis import QUESTIONS
 

@@ -14,12 +14,12 @@ import tyro
 
 from fullrank import results
 from fullrank.cli.eval import Eval, evaluate
-from fullrank.corpus.vocabulary import Words
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import build
 from fullrank.models import LanguageModel
 from fullrank.models.awd_lstm import AwdLstm
 from fullrank.results import Evaluated
+from fullrank.text.vocabulary import Words
 from fullrank.train import folder
 from fullrank.train.cache import Cache
 from fullrank.train.config import Config

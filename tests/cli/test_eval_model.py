@@ -14,8 +14,9 @@ import tyro
 
 from fullrank import results
 from fullrank.cli.eval import Eval, evaluate
-from fullrank.diagnose import collect, loading
 from fullrank.errors import FullrankError
+from fullrank.fit import collect
+from fullrank.models import loading
 from fullrank.results import Evaluated
 from fullrank.train.cache import Cache, trace_transformers, with_cache
 

@@ -11,11 +11,11 @@ import torch
 import tyro
 
 from fullrank.cli.generate import Generate, generate
-from fullrank.corpus.vocabulary import Words
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import build
 from fullrank.models import LanguageModel
 from fullrank.models.awd_lstm import AwdLstm
+from fullrank.text.vocabulary import Words
 from fullrank.train import folder
 from fullrank.train.generate import generate as sample
 

@@ -14,9 +14,10 @@ import tyro
 from fullrank import report, results
 from fullrank.cli.collapse import Collapse, collapse
 from fullrank.cli.upgrade import Upgrade, upgrade
-from fullrank.diagnose.loading import quiet
 from fullrank.errors import FullrankError
-from fullrank.hf import choose, fit, run
+from fullrank.fit import comparison as fit
+from fullrank.models.loading import quiet
+from fullrank.upgrade import choose, run
 
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 SMALL = ["--tokens", "1024", "--window", "64", "--epochs", "2", "--seeds", "2"]
@@ -81,7 +82,7 @@ def upgraded(model: Path, tmp_path: Path) -> Run:
 def logits(directory: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    import fullrank.hf.model  # noqa: F401
+    import fullrank.models.causal_lm  # noqa: F401
 
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(directory).eval()
@@ -137,7 +138,7 @@ def test_training_prints_controls_and_saves_what_was_judged(
     assert torch.equal(loaded.get_input_embeddings().weight, original.get_input_embeddings().weight)
     assert not torch.equal(loaded.get_input_embeddings().weight, loaded.lm_head.decoder.weight)
     # The saved weights are those whose loss the record gives: on the same held-out windows.
-    from fullrank.diagnose.loading import load
+    from fullrank.models.loading import load
 
     again = load(out)
     seen = fit.read_text(
@@ -205,7 +206,7 @@ def test_auto_says_when_no_head_is_worth_it(
 def test_auto_tries_bent_heads_over_a_soft_cap_too(text: Path, tmp_path: Path) -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    from fullrank.diagnose.loading import load
+    from fullrank.models.loading import load
 
     config = Gemma2Config(
         **SIZES, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0

@@ -16,22 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullrank.corpus import (
-    count,
-    documents,
-    engines,
-    formats,
-    plan,
-    prepare,
-    sources,
-    stages,
-    tokenise,
-    tokenisers,
-)
+from fullrank.corpus import count, engines, plan, prepare, stages, tokenise
 from fullrank.corpus.counts import BlockCounts, Counts, load_blocks, load_counts
 from fullrank.corpus.engines import Resources
 from fullrank.corpus.prepare import Prepared, Settings
 from fullrank.errors import FullrankError
+from fullrank.text import documents, formats, sources, tokenisers
 
 pytest.importorskip("duckdb")
 pytest.importorskip("ibis")

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullrank.corpus import documents, plan, prepare
+from fullrank.corpus import plan, prepare
 from fullrank.corpus.counts import load_blocks, load_counts
 from fullrank.corpus.engines import Resources
 from fullrank.corpus.prepare import Settings
 from fullrank.errors import FullrankError
+from fullrank.text import documents
 
 pytestmark = [
     pytest.mark.slow,

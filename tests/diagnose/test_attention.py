@@ -15,12 +15,12 @@ from torch import Tensor
 from fullrank import results
 from fullrank.cli import main
 from fullrank.diagnose import attention_capture as capture
-from fullrank.diagnose.anatomy import states
 from fullrank.diagnose.attention import attention
 from fullrank.diagnose.attention_measures import plan
-from fullrank.diagnose.loading import quiet
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.errors import FullrankError
+from fullrank.models.anatomy import states
+from fullrank.models.loading import quiet
+from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import IDENTITY
 from fullrank.results.attention import Attention
 
@@ -163,11 +163,11 @@ def test_the_envelope_of_planted_scores(planted: Attention) -> None:
 # Families
 
 
-def tiny(tiny_model: Build, family: str, **changes: Any) -> Any:
+def tiny(tiny_checkpoint: Build, family: str, **changes: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     with quiet():
-        return AutoModelForCausalLM.from_pretrained(tiny_model(family, **changes)).eval()
+        return AutoModelForCausalLM.from_pretrained(tiny_checkpoint(family, **changes)).eval()
 
 
 def measured(model: Any, *, windows: int = 2, length: int = 48) -> Attention:
@@ -185,8 +185,8 @@ def measured(model: Any, *, windows: int = 2, length: int = 48) -> Attention:
         pytest.param("mistral", {"sliding_window": 20}, marks=pytest.mark.slow),
     ],
 )
-def test_families(family: str, changes: dict[str, Any], tiny_model: Build) -> None:
-    model = tiny(tiny_model, family, **changes)
+def test_families(family: str, changes: dict[str, Any], tiny_checkpoint: Build) -> None:
+    model = tiny(tiny_checkpoint, family, **changes)
     before = model.config._attn_implementation
     found = measured(model)
     assert model.config._attn_implementation == before
@@ -216,9 +216,9 @@ def test_families(family: str, changes: dict[str, Any], tiny_model: Build) -> No
     assert found.kept[-1].size == 16
 
 
-def test_weights_are_those_of_the_whole_model_in_eager_attention(tiny_model: Build) -> None:
+def test_weights_are_those_of_the_whole_model_in_eager_attention(tiny_checkpoint: Build) -> None:
     """Also where the queries come in several pieces, for want of memory."""
-    model = tiny(tiny_model, "llama")
+    model = tiny(tiny_checkpoint, "llama")
     ids = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(2))
     rows = torch.tensor([0, 7, 8, 39])
     seen: list[capture.Seen] = []
@@ -233,8 +233,8 @@ def test_weights_are_those_of_the_whole_model_in_eager_attention(tiny_model: Bui
         assert one.visible.sum(-1)[0, 0].tolist() == [1, 8, 9, 40]
 
 
-def test_keeping_all_weights_changes_nothing(tiny_model: Build) -> None:
-    model = tiny(tiny_model, "llama")
+def test_keeping_all_weights_changes_nothing(tiny_checkpoint: Build) -> None:
+    model = tiny(tiny_checkpoint, "llama")
     ids = torch.randint(0, 300, (1, 40), generator=torch.Generator().manual_seed(2))
     none = torch.zeros(0, dtype=torch.long)
     plain = states(model, ids)
@@ -244,8 +244,8 @@ def test_keeping_all_weights_changes_nothing(tiny_model: Build) -> None:
         assert float((states(model, ids) - plain).abs().max()) > 1e-3
 
 
-def test_a_model_that_only_gives_its_weights(tiny_model: Build) -> None:
-    found = measured(tiny(tiny_model, "bloom"))
+def test_a_model_that_only_gives_its_weights(tiny_checkpoint: Build) -> None:
+    found = measured(tiny(tiny_checkpoint, "bloom"))
     assert (found.weights, found.scores) == ("outputs", "logarithms of the weights")
     assert math.isnan(found.difference)
     assert found.by_size == ()
@@ -263,7 +263,7 @@ def test_a_model_that_only_gives_its_weights(tiny_model: Build) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_with_a_learnt_sink(tiny_model: Build) -> None:
+def test_a_model_with_a_learnt_sink(tiny_checkpoint: Build) -> None:
     """Its weights are its own, and what cannot be exchanged is said."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -284,17 +284,17 @@ def test_a_model_with_a_learnt_sink(tiny_model: Build) -> None:
     assert any("sink" in one.reason for one in found.normalisers)
 
 
-def test_models_without_attention_are_told_so(tiny_model: Build) -> None:
+def test_models_without_attention_are_told_so(tiny_checkpoint: Build) -> None:
     with pytest.raises(FullrankError, match=r"MambaForCausalLM has no attention.*ask the other questions"):
-        measured(tiny(tiny_model, "mamba"))
+        measured(tiny(tiny_checkpoint, "mamba"))
 
 
 @pytest.mark.slow
-def test_short_windows_have_few_sets(tiny_model: Build) -> None:
-    found = measured(tiny(tiny_model, "llama"), length=8)
+def test_short_windows_have_few_sets(tiny_checkpoint: Build) -> None:
+    found = measured(tiny(tiny_checkpoint, "llama"), length=8)
     assert {one.size for one in found.by_size} == {1, 2, 5}
     assert found.reference_size == 5
-    shortest = measured(tiny(tiny_model, "llama"), length=4)
+    shortest = measured(tiny(tiny_checkpoint, "llama"), length=4)
     assert shortest.by_length[0].length == 4
     assert max((one.size for one in shortest.by_size), default=0) < 4
 
@@ -310,8 +310,8 @@ def test_lengths_and_sizes_fit_the_window() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_record(tiny_model: Build) -> None:
-    model = tiny(tiny_model, "llama")
+def test_the_same_seed_gives_the_same_record(tiny_checkpoint: Build) -> None:
+    model = tiny(tiny_checkpoint, "llama")
     assert measured(model) == measured(model)
 
 
@@ -331,9 +331,9 @@ def run(model: Path, text: Path, out: Path, *only: str) -> int:
 
 
 def test_the_command(
-    tiny_model: Build, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_checkpoint: Build, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny_model("llama")
+    model = tiny_checkpoint("llama")
     assert run(model, text, tmp_path, "attention") == 0
     printed = capsys.readouterr().out
     assert "effective tokens of" in printed
@@ -350,8 +350,8 @@ def test_the_command(
 
 
 @pytest.mark.slow
-def test_another_question_later_keeps_the_answer(tiny_model: Build, text: Path, tmp_path: Path) -> None:
-    model = tiny_model("llama")
+def test_another_question_later_keeps_the_answer(tiny_checkpoint: Build, text: Path, tmp_path: Path) -> None:
+    model = tiny_checkpoint("llama")
     assert run(model, text, tmp_path, "attention") == 0
     record, _ = results.load(tmp_path / "results.json")
     assert run(model, text, tmp_path, "loss") == 0
@@ -365,19 +365,19 @@ def test_another_question_later_keeps_the_answer(tiny_model: Build, text: Path, 
 
 
 def test_the_command_on_a_model_without_attention(
-    tiny_model: Build, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_checkpoint: Build, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tiny_model("mamba"), text, tmp_path, "attention") == 2
+    assert run(tiny_checkpoint("mamba"), text, tmp_path, "attention") == 2
     assert "has no attention" in capsys.readouterr().err
-    assert run(tiny_model("mamba"), text, tmp_path, "attention", "spectrum") == 0
+    assert run(tiny_checkpoint("mamba"), text, tmp_path, "attention", "spectrum") == 0
     document = json.loads((tmp_path / "results.json").read_text(encoding="utf8"))
     assert [one["question"] for one in document["missing"]][-1] == "attention"
     assert document["spectrum"] is not None
 
 
 @pytest.mark.slow
-def test_older_records_are_read(tmp_path: Path, tiny_model: Build, text: Path) -> None:
-    assert run(tiny_model("llama"), text, tmp_path, "spectrum") == 0
+def test_older_records_are_read(tmp_path: Path, tiny_checkpoint: Build, text: Path) -> None:
+    assert run(tiny_checkpoint("llama"), text, tmp_path, "spectrum") == 0
     path = tmp_path / "results.json"
     document = json.loads(path.read_text(encoding="utf8"))
     assert document.pop("attention") is None
@@ -387,9 +387,9 @@ def test_older_records_are_read(tmp_path: Path, tiny_model: Build, text: Path) -
 
 @pytest.mark.slow
 def test_smollm2_separates_far_more_than_chance() -> None:
-    from fullrank.diagnose.anatomy import examine
-    from fullrank.diagnose.collect import tokenise
-    from fullrank.diagnose.loading import load
+    from fullrank.fit.collect import tokenise
+    from fullrank.models.anatomy import examine
+    from fullrank.models.loading import load
 
     try:
         loaded = load(None)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fullrank.diagnose import better_head as module
-from fullrank.diagnose import frozen
 from fullrank.diagnose.better_head import better_head
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.errors import FullrankError
+from fullrank.fit import frozen
+from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import Softcap
 from fullrank.results import Estimate
 

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from fullrank import results
-from fullrank.diagnose import anatomy, collect, spectrum
+from fullrank.diagnose import spectrum
 from fullrank.diagnose.diagnosis import INTERRUPTED, NOT_ASKED, QUICK, Answers, Interrupted, Settings, run
-from fullrank.diagnose.loading import load
 from fullrank.errors import FullrankError
+from fullrank.fit import collect
+from fullrank.models import anatomy
+from fullrank.models.loading import load
 from fullrank.results import Diagnosis
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS
 
@@ -50,8 +52,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def directory(tiny_model: Build) -> Path:
-    return tiny_model("llama", tie_word_embeddings=False)
+def directory(tiny_checkpoint: Build) -> Path:
+    return tiny_checkpoint("llama", tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +166,11 @@ def test_another_seed_draws_otherwise(whole: Diagnosis, directory: Path, text: P
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "phi", "mamba", "opt", "padded"])
-def test_other_families_are_answered_in_full(family: str, tiny_model: Build, text: Path) -> None:
+def test_other_families_are_answered_in_full(family: str, tiny_checkpoint: Build, text: Path) -> None:
     changes: dict[str, Any] = {"opt": {"word_embed_proj_dim": 16}, "padded": {"vocab_size": 320}}.get(
         family, {}
     )
-    directory = tiny_model("llama" if family == "padded" else family, **changes)
+    directory = tiny_checkpoint("llama" if family == "padded" else family, **changes)
     settings = dataclasses.replace(SMALL, tokens=512, epochs=1)
     found = run(directory, text=[text], settings=settings, skip=["unreachable"])
     assert [one.question for one in found.missing] == ["unreachable"]
@@ -252,7 +254,7 @@ def test_earlier_answers_of_the_same_model_and_text_are_kept(
 
 
 def test_earlier_answers_of_another_text_model_or_size_are_not_kept(
-    directory: Path, text: Path, tiny_model: Build, tmp_path: Path
+    directory: Path, text: Path, tiny_checkpoint: Build, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text(encoding="utf8")[::-1], encoding="utf8")
@@ -260,7 +262,7 @@ def test_earlier_answers_of_another_text_model_or_size_are_not_kept(
     fewer = dataclasses.replace(SMALL, tokens=960)
     for name, model, chosen, settings in (
         ("text", directory, other, SMALL),
-        ("model", tiny_model("mistral"), text, SMALL),
+        ("model", tiny_checkpoint("mistral"), text, SMALL),
         ("size", directory, text, fewer),
     ):
         out = tmp_path / name
@@ -410,9 +412,9 @@ def test_nothing_is_left_behind_without_a_directory(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_window_keeps_to_the_models_positions(tiny_model: Build, text: Path) -> None:
+def test_the_window_keeps_to_the_models_positions(tiny_checkpoint: Build, text: Path) -> None:
     found = run(
-        tiny_model("gpt2", n_positions=40),
+        tiny_checkpoint("gpt2", n_positions=40),
         text=[text],
         settings=dataclasses.replace(SMALL, window=512),
         only=["loss"],

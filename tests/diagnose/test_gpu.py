@@ -18,8 +18,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
-def test_answers_do_not_depend_on_the_device(family: str, tiny_model: Callable[..., Path]) -> None:
-    directory = tiny_model(family)
+def test_answers_do_not_depend_on_the_device(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    directory = tiny_checkpoint(family)
 
     def found(device: str) -> Diagnosis:
         settings = Settings(tokens=4096, window=64, seeds=1, heads=("mos",))

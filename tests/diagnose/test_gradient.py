@@ -7,7 +7,7 @@ from hypothesis import settings as options
 from hypothesis import strategies as some
 
 from fullrank.diagnose.gradient import gradient
-from fullrank.diagnose.output_layer import OutputLayer
+from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import IDENTITY, Softcap
 
 

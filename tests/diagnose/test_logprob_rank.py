@@ -9,8 +9,8 @@ from hypothesis import settings as options
 from hypothesis import strategies as some
 
 from fullrank.diagnose.logprob_rank import logprob_rank
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.errors import FullrankError
+from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import Softcap
 from fullrank.theory import least_rank
 

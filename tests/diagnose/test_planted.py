@@ -50,11 +50,13 @@ Diagnose = Callable[..., Found]
 
 
 @pytest.fixture(scope="module")
-def diagnosed(tiny_model: Build, few_orderings: None, tmp_path_factory: pytest.TempPathFactory) -> Diagnose:
+def diagnosed(
+    tiny_checkpoint: Build, few_orderings: None, tmp_path_factory: pytest.TempPathFactory
+) -> Diagnose:
     """diagnosed(family, plant, questions): a model with what `plant` does to it, by the command line."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from fullrank.diagnose.loading import quiet
+    from fullrank.models.loading import quiet
 
     text = tmp_path_factory.mktemp("text") / "prose.txt"
     draw = random.Random(0)
@@ -63,7 +65,7 @@ def diagnosed(tiny_model: Build, few_orderings: None, tmp_path_factory: pytest.T
     def run(
         family: str, plant: Callable[[Any], None], only: tuple[str, ...] = GEOMETRY, **changes: Any
     ) -> Found:
-        source = tiny_model(family, **changes)
+        source = tiny_checkpoint(family, **changes)
         place = tmp_path_factory.mktemp("planted")
         with quiet(), torch.no_grad():
             model = AutoModelForCausalLM.from_pretrained(source)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import settings as options
 from hypothesis import strategies as some
 
-from fullrank.diagnose import frozen
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.diagnose.rank_needed import crossing, knee, narrowed, rank_needed, truncation
 from fullrank.errors import FullrankError
+from fullrank.fit import frozen
+from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import Softcap
 
 

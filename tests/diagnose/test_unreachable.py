@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.diagnose.unreachable import unreachable
+from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import Softcap
 
 

@@ -128,8 +128,9 @@ def test_a_run_with_it_is_diagnosed(run: Path, tmp_path: Path) -> None:
 
 def test_question_six_fits_it() -> None:
     """On a text of two temperatures, which no softmax of the width says."""
-    from fullrank.diagnose import better_head, frozen
-    from fullrank.diagnose.output_layer import OutputLayer
+    from fullrank.diagnose import better_head
+    from fullrank.fit import frozen
+    from fullrank.models.output_layer import OutputLayer
 
     draw = torch.Generator().manual_seed(0)
     weight = 6.0 * torch.randn(32, D, generator=draw)
@@ -166,8 +167,9 @@ def tiny() -> Any:
 
 
 def test_it_upgrades_a_model_and_is_saved(tmp_path: Path) -> None:
-    from fullrank.hf import FullrankForCausalLM, upgrade
-    from fullrank.hf.choose import candidates
+    from fullrank.models import FullrankForCausalLM
+    from fullrank.upgrade import upgrade
+    from fullrank.upgrade.choose import candidates
 
     original, ids = tiny(), torch.arange(24).view(2, 12)
     with torch.no_grad():

@@ -38,7 +38,7 @@ def word_model(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: Any) ->
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fullrank.diagnose.loading import quiet
+    from fullrank.models.loading import quiet
 
     directory = tmp_path_factory.mktemp("words") / "llama"
     torch.manual_seed(0)

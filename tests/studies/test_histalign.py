@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fullrank import report, results
-from fullrank.diagnose import loading
 from fullrank.errors import FullrankError
+from fullrank.models import loading
 from fullrank.results import Templates
 from fullrank.studies import histalign, histalign_training
 from fullrank.studies.histalign_setting import METHODS, Config, Study

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from fullrank.diagnose import anatomy, loading
 from fullrank.errors import FullrankError
-from fullrank.hf import upgrade
+from fullrank.models import anatomy, loading
 from fullrank.studies.upper_layers import UpperLayers
+from fullrank.upgrade import upgrade
 
 SIZES = {"vocab_size": 101, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 LLAMA = {
@@ -33,7 +33,7 @@ def tiny(family: str) -> Any:
 
 def blocks_of(model: Any) -> tuple[torch.nn.Module, ...]:
     # As the study finds them, without a tokenizer.
-    from fullrank.diagnose.anatomy import _blocks
+    from fullrank.models.anatomy import _blocks
 
     return _blocks(model)
 

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullrank.diagnose.loading import Loaded
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import build
-from fullrank.hf.original import EveryRow
 from fullrank.models import LanguageModel
 from fullrank.models.awd_lstm import AwdLstm
+from fullrank.models.loading import Loaded
 from fullrank.train import cache as module
 from fullrank.train.cache import Cache, Trace, evaluate_cache, trace, trace_transformers, tune, with_cache
 from fullrank.train.evaluate import evaluate, token_losses
+from fullrank.upgrade.original import EveryRow
 
 V = 6
 EOS = 0
@@ -208,7 +208,7 @@ def tiny_transformer() -> Any:
 @pytest.mark.parametrize("head", [None, "mos", "cache"])
 def test_a_model_of_transformers(head: str | None) -> None:
     """Its way through windows is that of its own logits, and the cache looks back across them."""
-    from fullrank.hf import upgrade
+    from fullrank.upgrade import upgrade
 
     model = tiny_transformer()
     if head is not None:

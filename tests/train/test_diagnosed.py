@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from fullrank import results
-from fullrank.corpus.vocabulary import Words
 from fullrank.diagnose.diagnosis import NOT_ASKED, QUICK, Settings
 from fullrank.errors import FullrankError
 from fullrank.results.diagnosis import QUESTIONS, Diagnosis
+from fullrank.text.vocabulary import Words
 from fullrank.train import checkpoint, collected, diagnosed
 from fullrank.train.config import Config, override
 from fullrank.train.diagnosed import diagnose_run

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fullrank.errors import FullrankError
-from fullrank.train import checkpoint, data, folder
+from fullrank.text import store as data
+from fullrank.train import checkpoint, folder
 from fullrank.train.build import build
 from fullrank.train.config import Config, DataConfig, override, to_json
 from fullrank.train.loop import Options, train

@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 import torch
 
-from fullrank.corpus.vocabulary import Bytes, Words
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import build
 from fullrank.models import LanguageModel
 from fullrank.models.awd_lstm import AwdLstm
 from fullrank.models.transformer import TransformerBody
+from fullrank.text.vocabulary import Bytes, Words
 from fullrank.train.generate import choose, generate
 
 WORDS = Words(["<eos>", "<unk>", "a", "b", "c", "d"])

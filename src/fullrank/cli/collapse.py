@@ -63,12 +63,12 @@ def collapse(options: Collapse) -> None:
 
     import torch
 
-    from fullrank.diagnose.loading import load
     from fullrank.errors import FullrankError
-    from fullrank.hf import folder
-    from fullrank.hf.collapse import collapse as collapsed
-    from fullrank.hf.registration import register_when_imported
-    from fullrank.hf.run import states_directory
+    from fullrank.models.loading import load
+    from fullrank.models.registration import register_when_imported
+    from fullrank.upgrade import folder
+    from fullrank.upgrade.collapse import collapse as collapsed
+    from fullrank.upgrade.run import states_directory
 
     register_when_imported()
     folder.check_empty(options.out)

@@ -40,8 +40,9 @@ def measure(
     """The model's losses on the text, and with a cache if asked: tuned on a third, judged on the rest."""
     import torch
 
-    from fullrank.diagnose import collect, loading
-    from fullrank.diagnose.anatomy import longest
+    from fullrank.fit import collect
+    from fullrank.models import loading
+    from fullrank.models.anatomy import longest
     from fullrank.results import Evaluated
     from fullrank.train.cache import Trace, trace_transformers, tune, with_cache
 

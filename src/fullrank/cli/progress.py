@@ -7,7 +7,7 @@ def device_of(name: str) -> str:
     """The device that was asked for, checked; auto is cuda where there is one."""
     import torch
 
-    from fullrank.diagnose import checks
+    from fullrank.models import checks
 
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

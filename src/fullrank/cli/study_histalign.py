@@ -57,7 +57,7 @@ def histalign(options: Histalign) -> None:
     from fullrank import report, results
     from fullrank.cli import outcome
     from fullrank.cli.progress import Bar, device_name
-    from fullrank.diagnose import loading
+    from fullrank.models import loading
     from fullrank.studies import histalign as study
     from fullrank.studies.histalign_setting import Config
 

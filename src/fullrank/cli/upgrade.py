@@ -18,7 +18,7 @@ from fullrank.errors import FullrankError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fullrank.hf.fit import Settings
+    from fullrank.fit.comparison import Settings
     from fullrank.results.upgrade import Candidate, TrainedHead
     from fullrank.results.upgrade import Upgrade as Record
 
@@ -100,9 +100,9 @@ def upgrade(options: Upgrade) -> None:
 
     import torch
 
-    from fullrank.diagnose.loading import load
-    from fullrank.hf import folder
-    from fullrank.hf.run import run
+    from fullrank.models.loading import load
+    from fullrank.upgrade import folder
+    from fullrank.upgrade.run import run
 
     folder.check_empty(options.out)
     console = Console()
@@ -151,7 +151,7 @@ def upgrade(options: Upgrade) -> None:
 
 def settings_of(options: Any) -> Settings:
     """The settings that a command line gives; shared with `fullrank collapse`."""
-    from fullrank.hf.fit import Settings
+    from fullrank.fit.comparison import Settings
 
     least = {"seeds": 1, "tokens": 256, "window": 16, "epochs": 1, "rows": 1, "seed": 0, "components": 1}
     for name, bound in least.items():
@@ -238,7 +238,7 @@ def table(record: Record) -> Table:
 
 
 def _words(one: TrainedHead) -> str:
-    from fullrank.hf.fit import CONTROLS
+    from fullrank.fit.comparison import CONTROLS
 
     return f"{one.head} (control)" if one.head in CONTROLS else one.head
 

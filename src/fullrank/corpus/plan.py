@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fullrank.corpus import sources, tokenisers
-from fullrank.corpus.sources import Corpus
-from fullrank.corpus.tokenisers import Tokeniser
 from fullrank.errors import FullrankError
+from fullrank.text import sources, tokenisers
+from fullrank.text.sources import Corpus
+from fullrank.text.tokenisers import Tokeniser
 
 SAMPLE = 1 << 18
 """Characters that the number of tokens is estimated from."""

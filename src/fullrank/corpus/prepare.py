@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fullrank.corpus import count, engines, sources, stages, tokenise, tokenisers
+from fullrank.corpus import count, engines, stages, tokenise
 from fullrank.corpus import plan as planning
-from fullrank.corpus.documents import Documents
 from fullrank.corpus.engines import Resources
-from fullrank.corpus.sources import Corpus
 from fullrank.corpus.windows import Packing
 from fullrank.errors import FullrankError
 from fullrank.results import cache_directory
+from fullrank.text import sources, tokenisers
+from fullrank.text.documents import Documents
+from fullrank.text.sources import Corpus
 
 Progress = Callable[[str, float], None]
 """Hears what is done and the share of it that is done."""

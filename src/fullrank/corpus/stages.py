@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fullrank.errors import FullrankError
-from fullrank.results.files import write_whole
+from fullrank.results.files import sha256, write_whole
 
 FORMAT = 1
 """Of all stages; raised when the meaning of their files changes, so that old ones are left alone."""
@@ -89,11 +89,6 @@ def check(folder: Path) -> None:
             raise FullrankError(f"{path} is missing or has another size: remove {folder} and run again")
         if sha256(path) != expected["sha256"]:
             raise FullrankError(f"{path} is damaged, its sha256 is another: remove {folder} and run again")
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def discard(cache: Path, stage: str, key: str) -> None:

@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fullrank.corpus import sources, stages, tokenisers
 from fullrank.corpus import windows as windows_of
-from fullrank.corpus.cuts import first_cut
-from fullrank.corpus.documents import Fragment, Read
 from fullrank.corpus.plan import Plan
-from fullrank.corpus.sources import Corpus
-from fullrank.corpus.tokenisers import Tokeniser
 from fullrank.corpus.windows import Packing
 from fullrank.errors import FullrankError
-from fullrank.results.files import write_whole
+from fullrank.results.files import sha256, write_whole
+from fullrank.text import sources, tokenisers
+from fullrank.text.cuts import first_cut
+from fullrank.text.documents import Fragment, Read
+from fullrank.text.sources import Corpus
+from fullrank.text.tokenisers import Tokeniser
 
 SMALL = 8 << 20
 """Characters up to which a text is tokenised in this process: starting others would take longer."""
@@ -194,9 +194,7 @@ def _done(folder: Path, number: int) -> dict[str, Any] | None:
     path = folder / _name(number)
     try:
         found: dict[str, Any] = json.loads(path.with_suffix(".json").read_text(encoding="utf8"))
-        if found["bytes"] and (
-            path.stat().st_size != found["bytes"] or stages.sha256(path) != found["sha256"]
-        ):
+        if found["bytes"] and (path.stat().st_size != found["bytes"] or sha256(path) != found["sha256"]):
             return None
     except (OSError, ValueError, KeyError):
         return None
@@ -267,7 +265,7 @@ def make_windows(
         path.with_suffix(".json").unlink()
     if len(found.next):
         windows_of.write(path, found, parts)
-        said |= {"bytes": path.stat().st_size, "sha256": stages.sha256(path)}
+        said |= {"bytes": path.stat().st_size, "sha256": sha256(path)}
     else:
         said |= {"bytes": 0, "sha256": ""}
     write_whole(path.with_suffix(".json"), json.dumps(said))

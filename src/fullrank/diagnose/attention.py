@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fullrank.diagnose.anatomy import states
 from fullrank.diagnose.attention_capture import Seen, calls_by_name, given_weights, watched
 from fullrank.diagnose.attention_losses import KEPT, Losses
 from fullrank.diagnose.attention_measures import Plan, Tally, plan
 from fullrank.diagnose.attention_record import mean_of, record
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.errors import FullrankError
+from fullrank.models.anatomy import states
 from fullrank.models.normalisers import NORMALISERS, check_available
+from fullrank.models.output_layer import OutputLayer
 from fullrank.results.attention import Attention, AttentionKept, AttentionNormaliser
 
 Progress = Callable[[str, float], None]

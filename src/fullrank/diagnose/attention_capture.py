@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullrank.diagnose.anatomy import states
-from fullrank.diagnose.loading import quiet
 from fullrank.errors import FullrankError
+from fullrank.models.anatomy import states
 from fullrank.models.attention import attention_layers, attention_scores, repeated
+from fullrank.models.loading import quiet
 
 NAME = "fullrank_watched"
 AGREEMENT = {torch.float32: 1e-4, torch.float64: 1e-8}

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullrank.diagnose import estimates
-from fullrank.diagnose.anatomy import states
 from fullrank.diagnose.attention_capture import watched
-from fullrank.diagnose.estimates import BLOCK
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.errors import FullrankError
+from fullrank.fit import estimates
+from fullrank.fit.estimates import BLOCK
+from fullrank.models.anatomy import states
 from fullrank.models.attention import replace_normaliser
+from fullrank.models.output_layer import OutputLayer
 from fullrank.results.attention import AttentionKept
 from fullrank.results.estimate import Estimate
 

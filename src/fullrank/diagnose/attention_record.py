@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullrank.diagnose import attention_critical, estimates
+from fullrank.diagnose import attention_critical
 from fullrank.diagnose.attention_losses import TOLERANCE, Losses, effective_size
 from fullrank.diagnose.attention_measures import STEP, TEMPERATURES, Tally
+from fullrank.fit import estimates
 from fullrank.results.attention import (
     Attention,
     AttentionCritical,

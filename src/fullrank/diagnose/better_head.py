@@ -24,15 +24,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fullrank.diagnose import estimates, frozen
 from fullrank.errors import FullrankError
+from fullrank.fit import estimates, frozen
+from fullrank.fit.controls import CONTROLS, Perceptron
 from fullrank.heads import HEADS, Head, RowHead, build
 from fullrank.heads.base import without_matrix
 from fullrank.heads.contexts import Contexts
 from fullrank.ops import Pointwise
 from fullrank.results.diagnosis import BetterHead, Estimate, HeadFit
-
-CONTROLS = ("softmax", "softmax_equal")
 
 
 def candidates() -> tuple[str, ...]:
@@ -40,38 +39,6 @@ def candidates() -> tuple[str, ...]:
     scores that is trained as well, as plif's, is not fitted here."""
     worth = [(name, _sketch(name)) for name, head in HEADS.items() if head.worth_trying and head.splits]
     return tuple(name for name, head in worth if head.pointwise.trained is None and head.states == 1)
-
-
-class Perceptron(nn.Module):
-    """One context from h + M h + m + U gelu(V h + v), U = 0 at the start: softmax with more parameters."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.linear = Contexts(sources=((width, 1),), width=width, as_published=False)
-        self.enter, self.leave = nn.Linear(width, inner), nn.Linear(inner, width, bias=False)
-        nn.init.normal_(self.enter.weight, std=width**-0.5)
-        nn.init.zeros_(self.enter.bias)
-        nn.init.zeros_(self.leave.weight)
-
-    def forward(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
-        contexts, log_prior = self.linear(states)
-        added = self.leave(nn.functional.gelu(self.enter(states[0])))
-        return contexts + added[..., None, :], log_prior
-
-    @torch.no_grad()
-    def redraw(self, size: float) -> None:
-        """Draw the inner layer anew for states of this size, while it does nothing."""
-        self.linear.redraw(size)
-        if not bool(self.leave.weight.any()):
-            self.enter.weight.normal_(std=self.enter.in_features**-0.5 / size)
-
-    def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
-        """As `Head.pace`: into units of about unit size, and out of them to rows."""
-        if name == "enter.weight":
-            return 1.0 / (parameter.shape[-1] * sizes[0])
-        if name == "leave.weight":
-            return sizes[0] / self.linear.width
-        return self.linear.pace(name.removeprefix("linear."), parameter, sizes)
 
 
 class Rows(nn.Module):

@@ -19,13 +19,10 @@ import torch
 
 from fullrank import results
 from fullrank.diagnose import (
-    anatomy,
     anisotropy,
     attention,
     better_head,
-    collect,
     findings,
-    frozen,
     gradient,
     logprob_rank,
     loss,
@@ -33,8 +30,10 @@ from fullrank.diagnose import (
     spectrum,
     unreachable,
 )
-from fullrank.diagnose.loading import Loaded, load
 from fullrank.errors import FullrankError
+from fullrank.fit import collect, frozen
+from fullrank.models import anatomy
+from fullrank.models.loading import Loaded, load
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS, Diagnosis, Missing, TextFacts
 
 Progress = Callable[[str, float], None]

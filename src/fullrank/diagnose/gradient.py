@@ -21,9 +21,9 @@ import math
 import torch
 from torch import Tensor
 
-from fullrank.diagnose import estimates
-from fullrank.diagnose.output_layer import CHUNK_BYTES, OutputLayer
 from fullrank.diagnose.spectrum import gram_matrix
+from fullrank.fit import estimates
+from fullrank.models.output_layer import CHUNK_BYTES, OutputLayer
 from fullrank.results.diagnosis import Gradient
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

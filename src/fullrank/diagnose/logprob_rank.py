@@ -21,9 +21,9 @@ import math
 import torch
 from torch import Tensor
 
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.diagnose.spectrum import centred_gram, storage_noise
 from fullrank.errors import FullrankError
+from fullrank.models.output_layer import OutputLayer
 from fullrank.results.diagnosis import LogprobRank
 from fullrank.theory import least_rank
 from fullrank.theory.rank import ROUNDINGS, UNIT_ROUNDOFF, largest_gap, turned_down

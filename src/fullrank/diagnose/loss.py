@@ -14,7 +14,7 @@ import math
 
 from torch import Tensor
 
-from fullrank.diagnose import estimates
+from fullrank.fit import estimates
 from fullrank.results.diagnosis import Loss, PositionLoss
 
 

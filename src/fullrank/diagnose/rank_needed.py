@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fullrank.diagnose import estimates, frozen
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.diagnose.spectrum import centred_gram, gram_matrix
 from fullrank.errors import FullrankError
+from fullrank.fit import estimates, frozen
 from fullrank.heads.contexts import Contexts
+from fullrank.models.output_layer import OutputLayer
 from fullrank.results.diagnosis import Estimate, RankNeeded, RankPoint
 
 TOLERANCE = 0.02

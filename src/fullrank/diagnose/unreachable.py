@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fullrank.diagnose.output_layer import OutputLayer
+from fullrank.models.output_layer import OutputLayer
 from fullrank.results.diagnosis import Unreachable, UnreachableToken
 from fullrank.theory import top_m_capacity, unargmaxable
 

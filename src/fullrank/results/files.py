@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -207,3 +208,9 @@ def _value(hint: Any, data: Any) -> Any:
     if hint in (int, str, bool) and type(data) is not hint:
         raise ValueError(f"expected {hint.__name__}, got {data!r}")
     return data
+
+
+def sha256(path: Path) -> str:
+    """Of a whole file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -36,7 +36,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullrank.diagnose import estimates, loading
+from fullrank.fit import estimates
+from fullrank.models import loading
 from fullrank.results.histalign import TemplateAccuracy, TemplateMethod, Templates, TextLoss
 from fullrank.studies import template_task
 from fullrank.studies.histalign_setting import KINDS, RATES, SPLITS, Config, Study

@@ -11,18 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullrank.diagnose import anatomy, collect, estimates, loading
 from fullrank.errors import FullrankError
+from fullrank.fit import checkpoints, collect, estimates
 from fullrank.heads import Head
 from fullrank.heads.alignment import MARGIN
 from fullrank.heads.cache import CacheHead
 from fullrank.heads.memory import entry_tokens
-from fullrank.hf import checkpoints, upgrade
+from fullrank.models import anatomy, loading
 from fullrank.ops import linear_logprob
 from fullrank.ops.memory.chunked import memory_logsumexp
 from fullrank.studies import names, template_task, templates
 from fullrank.studies.template_task import Batch
 from fullrank.studies.upper_layers import UpperLayers
+from fullrank.upgrade import upgrade
 
 METHODS = ("base", "cache", "softmax", "trime", "histalign", "histalign_sum", "mos")
 UNTRAINED = ("base", "cache")

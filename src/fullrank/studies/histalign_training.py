@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
+from fullrank.fit import checkpoints
 from fullrank.heads import Head
 from fullrank.heads.alignment import alignment_loss
 from fullrank.heads.cache import CacheHead
-from fullrank.hf import checkpoints
 from fullrank.studies import template_task
 from fullrank.studies.histalign_setting import RANKED, RATES, UNTRAINED, Study
 from fullrank.studies.template_task import Batch

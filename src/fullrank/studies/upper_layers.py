@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullrank.diagnose.loading import quiet
 from fullrank.errors import FullrankError
+from fullrank.models.loading import quiet
 
 TOLERANCE = 1e-4
 """Of states that were played back, relative to those of the whole model."""
@@ -26,7 +26,7 @@ class _Reached(Exception):  # noqa: N818  (a signal, not an error)
 
 
 class UpperLayers:
-    """The last `count` of a model's layers; `model` is one made by `fullrank.hf.upgrade`."""
+    """The last `count` of a model's layers; `model` is one made by `fullrank.upgrade.upgrade`."""
 
     def __init__(self, model: Any, blocks: tuple[nn.Module, ...], count: int) -> None:
         if not 1 <= count < len(blocks):

@@ -28,10 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fullrank.diagnose import anatomy
-from fullrank.diagnose.loading import Loaded, quiet
 from fullrank.errors import FullrankError
-from fullrank.models import LanguageModel
+from fullrank.models import LanguageModel, anatomy
+from fullrank.models.loading import Loaded, quiet
 from fullrank.train.evaluate import BLOCKS, Evaluation, Progress, Split, limited, summarise, token_losses
 
 WEIGHTS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
@@ -127,7 +126,7 @@ def trace_transformers(
 ) -> Trace:
     """Run a model of transformers over windows of ids [windows, window], in the order of the text.
 
-    A window sees nothing before it, as in `diagnose.collect`; its tokens but the first are predicted. The
+    A window sees nothing before it, as in `fit.collect`; its tokens but the first are predicted. The
     cache sees across windows.
     """
     if ids.ndim != 2 or ids.shape[1] < 2:

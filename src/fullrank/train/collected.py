@@ -1,4 +1,4 @@
-"""Text and states of a training run, for a diagnosis: what `diagnose.collect` is for a transformers model.
+"""Text and states of a training run, for a diagnosis: what `fit.collect` is for a transformers model.
 
 The text is the run's test split, which is tokens already, or files in the run's vocabulary. It is cut into
 windows of w tokens, and every token is predicted as in `evaluate`: the first of a window from the token
@@ -6,7 +6,7 @@ before it, the first of all from <eos>. A body with a context sees its window al
 reads the whole text in order, `length` tokens at a time; a window is then only a part of the text.
 
 Of a head that makes one row x [D] a token the rows are kept, of any other the states that it reads. They are
-made anew each time and not kept on disk: a run's body is small beside the models that `diagnose.collect`
+made anew each time and not kept on disk: a run's body is small beside the models that `fit.collect`
 reads.
 """
 
@@ -22,17 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fullrank.diagnose import collect
-from fullrank.diagnose import text as texts
-from fullrank.diagnose.anatomy import norm_rank
-from fullrank.diagnose.estimates import BLOCK
 from fullrank.errors import FullrankError
+from fullrank.fit import collect
+from fullrank.fit.estimates import BLOCK
 from fullrank.heads.base import Head
 from fullrank.heads.low_rank import LowRank
 from fullrank.heads.rows import RowHead
 from fullrank.heads.softmax import Softmax
+from fullrank.models.anatomy import norm_rank
 from fullrank.models.body import Body
 from fullrank.models.transformer import TransformerBody
+from fullrank.text import sample as texts
 from fullrank.train.batches import evaluation_streams, evaluation_windows
 from fullrank.train.folder import Run
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from fullrank.diagnose import anisotropy, logprob_rank, loss
-from fullrank.diagnose.anatomy import Anatomy
 from fullrank.diagnose.diagnosis import USUAL, Answers, Progress, Settings, answer, chosen_questions
 from fullrank.diagnose.monitors import sampled_log_probs
-from fullrank.diagnose.output_layer import OutputLayer
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Head
 from fullrank.heads.rows import RowHead
+from fullrank.models.anatomy import Anatomy
+from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import IDENTITY, PiecewiseLinear, Pointwise
 from fullrank.results.diagnosis import Anisotropy, Diagnosis, ModelFacts
 from fullrank.train import checkpoint as checkpoints

@@ -10,7 +10,7 @@ starts. A body with a context reads windows of `length` tokens. With stride < le
 still counts once, and beyond the first window each sees more than length - stride tokens.
 
 Neighbouring losses are alike, so tokens are not independent draws. The text is cut into contiguous blocks (64
-unless told), and the standard error is that of the mean over blocks (`diagnose.estimates`).
+unless told), and the standard error is that of the mean over blocks (`fit.estimates`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fullrank.diagnose import estimates
 from fullrank.errors import FullrankError
+from fullrank.fit import estimates
 from fullrank.models import LanguageModel
 from fullrank.results.evaluation import FrequencyBin
 from fullrank.train.batches import IGNORED, evaluation_streams, evaluation_windows

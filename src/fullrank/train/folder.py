@@ -27,7 +27,7 @@ from fullrank.train.config import Config, from_json, to_json
 
 if TYPE_CHECKING:
     from fullrank.models import LanguageModel
-    from fullrank.train.data import Corpus
+    from fullrank.text.store import Corpus
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -175,7 +175,7 @@ def open_run(path: Path, *, checkpoint: str = "best", device: str = "cpu") -> Ru
     """
     import torch
 
-    from fullrank.train import data
+    from fullrank.text import store as data
     from fullrank.train.build import build
 
     config = config_of(path)

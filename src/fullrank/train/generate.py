@@ -15,10 +15,10 @@ import math
 import torch
 from torch import Tensor
 
-from fullrank.corpus.vocabulary import Vocabulary
 from fullrank.errors import FullrankError
 from fullrank.models import LanguageModel
 from fullrank.models.body import Carried
+from fullrank.text.vocabulary import Vocabulary
 from fullrank.train.evaluate import in_eval_mode
 
 POINTED = 256

@@ -26,7 +26,8 @@ from torch import Tensor
 from fullrank.diagnose import monitors
 from fullrank.errors import FullrankError
 from fullrank.models import LanguageModel
-from fullrank.train import batches, checkpoint, data, evaluate, folder, monitor, optimiser, weights
+from fullrank.text import store as data
+from fullrank.train import batches, checkpoint, evaluate, folder, monitor, optimiser, weights
 from fullrank.train.config import Config, to_json
 from fullrank.train.journal import Journal, Show
 from fullrank.train.learner import Learner

@@ -1,0 +1,1 @@
+"""Fits heads on the states of a frozen body, with their controls."""

@@ -1,0 +1,293 @@
+"""Stream states out of a model, once: text to windows, windows to states, states to files for the next run.
+
+A window is `window` tokens that see each other and nothing else. Its tokens but the first are predicted;
+where the tokenizer begins texts with a beginning-of-text token, every window begins with it. Kept are
+
+    hidden [N, D]        what enters the output matrix, for every predicted token
+    layers [L, n, D]     every layer's states at a sample of positions, for the geometry
+
+in one file a batch of windows, written under another name and renamed when whole. So memory holds one batch
+beside the result, a killed run leaves only whole files, and the next run with the same model, text and
+options goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullrank.errors import FullrankError
+from fullrank.fit import shards
+from fullrank.fit.estimates import BLOCK
+from fullrank.models.anatomy import Anatomy, states, watched
+from fullrank.text import sample as texts
+
+LEAST_TOKENS = 256
+LEAST_WINDOWS = 3
+"""One to fit on, one to choose on, one to judge on."""
+SHORT_TEXT_WINDOWS = 8
+LAYER_STATES = 2048
+"""States a layer that are kept for the geometry, at most."""
+FORMAT = 1
+"""Of the cached files; raised when their meaning changes."""
+KEY_LENGTH = 24
+KEY = re.compile(f"[0-9a-f]{{{KEY_LENGTH}}}")
+"""Names of the directories with cached states."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Windows:
+    """Text as token ids."""
+
+    ids: Tensor
+    """[windows, window]."""
+    sizes: Tensor
+    """[windows, window - 1] bytes of each predicted token."""
+    sources: tuple[str, ...]
+    sha256: str
+    starts_with_bos: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class States:
+    """Everything the questions ask of a model and a text."""
+
+    hidden: Tensor
+    """[N, D] fp32."""
+    targets: Tensor
+    """[N] the token that followed."""
+    sizes: Tensor
+    """[N] its bytes."""
+    positions: Tensor
+    """[N] how many tokens of its window were seen before the last one."""
+    blocks: Tensor
+    """[N] block of text, for intervals."""
+    windows: Tensor
+    """[N] window."""
+    layers: Tensor
+    """[L, n, D] at sampled positions; the last is what enters the output matrix."""
+    layer_names: tuple[str, ...]
+    layer_positions: Tensor
+    layer_blocks: Tensor
+
+
+def tokenise(
+    tokenizer: Any, files: Sequence[Path], *, tokens: int, window: int, longest: int | None
+) -> Windows:
+    """As many windows as `tokens` fill, from the files or from the default text.
+
+    A text of fewer than three windows gets shorter ones; `longest` is the model's own limit.
+    """
+    if tokens < LEAST_TOKENS:
+        raise FullrankError(f"{tokens} tokens were asked for, expected {LEAST_TOKENS} or more")
+    window = min(window, longest or window)
+    if window < 8:
+        raise FullrankError(f"windows of {window} tokens were asked for, expected 8 or more")
+    # Not all at once where very many are asked for: reading sets room aside for what it may find.
+    characters = 8 * min(tokens, 1 << 20)
+    while True:
+        documents = texts.read(files, limit=characters) if files else texts.standard_library(limit=characters)
+        joined = "\n\n".join(document.text for document in documents)
+        ids, starts, end = _encode(tokenizer, joined)
+        if len(ids) > tokens or len(joined) < characters:
+            break
+        characters *= 2
+    ids, starts = ids[: tokens + 1], starts[: tokens + 2]
+    bos = _bos(tokenizer)
+    if len(ids) < LEAST_TOKENS:
+        raise FullrankError(
+            f"the text has {len(ids)} tokens, expected {LEAST_TOKENS} or more: give a longer one with --text"
+        )
+    own = window - (bos is not None)
+    used = min(tokens, len(ids))
+    if used < LEAST_WINDOWS * own:
+        own = max(8, used // SHORT_TEXT_WINDOWS)
+    count = used // own
+    chosen = torch.tensor(ids[: count * own]).view(count, own)
+    bounds = torch.tensor([*starts[: count * own], starts[count * own] if len(starts) > count * own else end])
+    sizes = torch.diff(bounds).view(count, own)
+    if bos is not None:
+        chosen = torch.cat([torch.full((count, 1), bos), chosen], dim=1)
+    else:
+        sizes = sizes[:, 1:]
+    return Windows(
+        ids=chosen,
+        sizes=sizes.clamp(min=0),
+        sources=tuple(document.name for document in documents)
+        if files
+        else (_default_source(len(documents)),),
+        sha256=texts.sha256(documents),
+        starts_with_bos=bos is not None,
+    )
+
+
+def _default_source(count: int) -> str:
+    import platform
+
+    return f"Python {platform.python_version()} documentation and docstrings, {count} pieces"
+
+
+def _encode(tokenizer: Any, joined: str) -> tuple[list[int], list[int], int]:
+    """Token ids without special ones, the byte at which each begins, and the number of bytes."""
+    total = len(joined.encode("utf8", "surrogatepass"))
+    if getattr(tokenizer, "is_fast", False):
+        found = tokenizer(joined, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        at = _byte_offsets(joined)
+        return found["input_ids"], [at[begin] for begin, _ in found["offset_mapping"]], total
+    # Tokenizers without offsets: the bytes are shared out evenly, which leaves every sum right on average.
+    ids = tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids, [round(total * place / max(1, len(ids))) for place in range(len(ids))], total
+
+
+def _byte_offsets(joined: str) -> Sequence[int]:
+    if joined.isascii():
+        return range(len(joined) + 1)
+    offsets, byte = [0], 0
+    for character in joined:
+        byte += len(character.encode("utf8", "surrogatepass"))
+        offsets.append(byte)
+    return offsets
+
+
+def _bos(tokenizer: Any) -> int | None:
+    """The token that the tokenizer itself puts before every text, if it does."""
+    begun = tokenizer("a", verbose=False)["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    added = len(begun) > len(plain) and begun[0] not in plain[:1]
+    return begun[0] if added and begun[0] == tokenizer.bos_token_id else None
+
+
+def collect(
+    model: Any,
+    anatomy: Anatomy,
+    windows: Windows,
+    directory: Path,
+    *,
+    memory: int,
+    batch: int = 4,
+    progress: Callable[[float], None] = lambda share: None,
+) -> States:
+    """Run the model over the windows, or read what an earlier run has kept in `directory`."""
+    ids = windows.ids
+    largest = int(ids.max())
+    if largest >= anatomy.output.vocabulary:
+        raise FullrankError(
+            f"the text has token {largest}, but the output matrix has {anatomy.output.vocabulary} rows: the "
+            "tokenizer belongs to another model"
+        )
+    count, length = ids.shape
+    D, layers = anatomy.output.width, len(anatomy.blocks) + 2 if anatomy.blocks else 1
+    body = _body_width(model, D)
+    each = _sample_size(count, length, layers, body, memory)
+    needed = 4 * (count * (length - 1) * D + layers * count * each * body)
+    if needed > memory:
+        raise FullrankError(
+            f"states of {count * length} tokens take {needed / 2**30:.1f} GiB, more than --memory "
+            f"{memory / 2**30:.1f} GiB: take fewer --tokens or allow more"
+        )
+    where = directory / _key(anatomy, windows, each)
+    _only(directory, where)
+    generator = torch.Generator().manual_seed(0)
+    places = torch.stack([1 + torch.randperm(length - 2, generator=generator)[:each] for _ in range(count)])
+    places = places.sort(dim=1).values
+    # Widths differ where a projection stands between the body and the matrix: then the body's layers are
+    # shown without what enters the matrix.
+    same = body == D
+    hidden = torch.empty(count, length - 1, D)
+    sampled = torch.empty(layers if same else layers - 1, count, each, body)
+    for start in range(0, count, batch):
+        part = slice(start, start + batch)
+        file = where / f"{start:06d}.safetensors"
+        shapes = {
+            "hidden": (len(ids[part]), length - 1, D),
+            "layers": (layers - 1, len(ids[part]), each, body),
+        }
+        found = shards.read(file, shapes)
+        if found is None:
+            found = _run(model, anatomy, ids[part], places[part], shapes)
+            shards.write(file, found, "--out")
+        hidden[part] = found["hidden"]
+        sampled[: layers - 1, part] = found["layers"]
+        progress(min(1.0, (start + batch) / count))
+    if same:
+        sampled[-1] = hidden.gather(1, places[..., None].expand(-1, -1, D))
+    number = torch.arange(count)[:, None].expand(count, length - 1)
+    position = torch.arange(length - 1).expand(count, length - 1)
+    pieces = -(-(length - 1) // BLOCK)
+    block = number * pieces + position // BLOCK
+    names = ("embedding", *(f"block {layer}" for layer in range(1, layers - 1)), "output")[-layers:]
+    return States(
+        hidden=hidden.flatten(0, 1),
+        targets=ids[:, 1:].flatten(),
+        sizes=windows.sizes.flatten(),
+        positions=position.flatten(),
+        blocks=block.flatten(),
+        windows=number.flatten(),
+        layers=sampled.flatten(1, 2),
+        layer_names=names if same else names[:-1],
+        layer_positions=places.flatten(),
+        layer_blocks=block.gather(1, places).flatten(),
+    )
+
+
+def _sample_size(count: int, length: int, layers: int, width: int, memory: int) -> int:
+    """Positions a window whose states are kept at every layer."""
+    affordable = memory // 4 // (4 * layers * count * width)
+    return max(2, min(length - 2, -(-LAYER_STATES // count), affordable))
+
+
+def _body_width(model: Any, width: int) -> int:
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    found = getattr(config, "hidden_size", None)
+    return found if isinstance(found, int) else width
+
+
+@torch.no_grad()
+def _run(
+    model: Any, anatomy: Anatomy, ids: Tensor, places: Tensor, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    rows = torch.arange(len(ids))[:, None]
+    caught: dict[int, Tensor] = {}
+
+    def take(layer: int, value: Tensor) -> None:
+        caught[layer] = value.reshape(*ids.shape, -1)[rows, places].float().cpu()
+
+    with watched(anatomy.blocks, take):
+        found = states(model, ids.to(model.device))[:, :-1].float().cpu()
+    if not found.isfinite().all():
+        raise FullrankError(
+            f"the model's states hold NaN or infinity in {model.dtype}: run it with --dtype float32, or "
+            "check its weights"
+        )
+    inner = torch.zeros(shapes["layers"])
+    for layer, value in caught.items():
+        if value.shape == inner.shape[1:]:
+            inner[layer] = value
+    return {"hidden": found.contiguous(), "layers": inner}
+
+
+def _key(anatomy: Anatomy, windows: Windows, each: int) -> str:
+    """A name for what the states depend on, and nothing else."""
+    facts = anatomy.facts
+    content = json.dumps([FORMAT, facts.fingerprint, facts.dtype, facts.width, facts.layers, each])
+    digest = hashlib.sha256(content.encode("utf8"))
+    digest.update(windows.ids.numpy().tobytes())
+    return digest.hexdigest()[:KEY_LENGTH]
+
+
+def _only(directory: Path, wanted: Path) -> None:
+    """A directory keeps the states of one model and text: those of earlier ones would fill the disk."""
+    if directory.is_dir():
+        for other in directory.iterdir():
+            # Only what this file made: the directory may be someone's own of that name.
+            if other != wanted and KEY.fullmatch(other.name) and other.is_dir():
+                shutil.rmtree(other, ignore_errors=True)

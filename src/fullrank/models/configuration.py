@@ -1,0 +1,79 @@
+"""The configuration of an upgraded model: the body's own, and what makes the head.
+
+    {"model_type": "fullrank",
+     "body": {"model_type": "llama", ...},                        as the original has it
+     "head": {"name": "mos", "hidden": 576, "components": 4},     arguments of fullrank.heads.build
+     "vocab_size": 49152, "tie_word_embeddings": true, "logit_scale": 1.0, "softcap": null}
+
+Whatever else is asked of it (max_position_embeddings, eos_token_id, num_hidden_layers, ...) the body's text
+configuration answers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+
+from fullrank.errors import FullrankError
+
+
+class FullrankConfig(PreTrainedConfig):
+    """A body of transformers and a head of ours."""
+
+    model_type: ClassVar[str] = "fullrank"
+    sub_configs: ClassVar[dict[str, Any]] = {"body": AutoConfig}
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    body: Any = None
+    """Configuration of the body, a `PreTrainedConfig` or its dictionary with a model_type."""
+    head: dict[str, Any] | None = None
+    """`name`, `hidden` and the options of `fullrank.heads.build`; None is plain softmax."""
+    vocab_size: int | None = None
+    """Rows of the output matrix; None is as many as the body embeds."""
+    tie_word_embeddings: bool = False
+    """Whether the output matrix is the input embedding."""
+    logit_scale: float = 1.0
+    """What the body's last state is multiplied by before the head reads it."""
+    softcap: float | None = None
+    """c where scores z are bent to c tanh(z / c)."""
+    return_logits: bool = False
+    """Whether forward gives log-probabilities beside a loss as well. They are V wide, so only on demand."""
+    origin: dict[str, Any] | None = None
+    """What was upgraded, and how near the start came to it: see `fullrank.upgrade.upgrade`."""
+
+    def __post_init__(self, **extra: Any) -> None:
+        body = self.body
+        if isinstance(body, dict):
+            kind = str(body.get("model_type"))
+            if kind not in CONFIG_MAPPING:
+                raise FullrankError(
+                    f"the body's model type is {kind!r}, which this transformers does not know: upgrade "
+                    "transformers"
+                )
+            body = CONFIG_MAPPING[kind](**body)
+        elif body is None:
+            # transformers builds an empty configuration to see which values are not the default ones.
+            body = PreTrainedConfig()
+        # While there is no body, its values are not taken for this configuration's own and stored twice.
+        self.body = None
+        asked = extra.pop("attn_implementation", None)
+        super().__post_init__(**extra)
+        self.body = body
+        self._attn_implementation = asked or body._attn_implementation
+        self.head = {"name": "softmax"} if self.head is None else dict(self.head)
+        if self.vocab_size is None:
+            self.vocab_size = getattr(self.get_text_config(), "vocab_size", None)
+
+    def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
+        return self.body.get_text_config(decoder=decoder, encoder=encoder)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not found here comes by.
+        if name.startswith("_") or self.__dict__.get("body") is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.get_text_config(), name)
+
+
+AutoConfig.register(FullrankConfig.model_type, FullrankConfig, exist_ok=True)

@@ -1,0 +1,476 @@
+"""States: the ones the model has, every token once, nothing V wide, and files that a second run can trust."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import itertools
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fullrank.errors import FullrankError
+from fullrank.fit import collect as collect_module
+from fullrank.fit.collect import States, Windows, collect, tokenise
+from fullrank.fit.estimates import BLOCK
+from fullrank.models.anatomy import Anatomy, examine
+from fullrank.models.loading import Loaded, load
+
+Build = Callable[..., Path]
+MEMORY = 1 << 28
+SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
+
+
+def prose(characters: int, seed: int = 0, more: tuple[str, ...] = ()) -> str:
+    draw = random.Random(seed)
+    words = [draw.choice((*SENTENCE.split(), *more)) for _ in range(characters // 3)]
+    return " ".join(words)[:characters]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "prose.txt"
+    path.write_text(prose(6000), encoding="utf8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def with_bos(tiny_tokenizer: Any) -> Any:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_checkpoint: Build) -> tuple[Loaded, Anatomy]:
+    loaded = load(tiny_checkpoint("llama"))
+    return loaded, examine(loaded)
+
+
+@pytest.fixture
+def windows(tiny_tokenizer: Any, text: Path) -> Windows:
+    return tokenise(tiny_tokenizer, [text], tokens=640, window=64, longest=None)
+
+
+class Calls:
+    """Counts the batches that the model runs, and can stop one of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> None:
+        self.count, self.fail_at = 0, fail_at
+        self.plain = collect_module.states
+        monkeypatch.setattr(collect_module, "states", self)
+
+    def __call__(self, model: Any, ids: Tensor) -> Tensor:
+        if self.count == self.fail_at:
+            raise KeyboardInterrupt
+        self.count += 1
+        return self.plain(model, ids)
+
+
+def same(one: States, other: States) -> bool:
+    return torch.equal(one.hidden, other.hidden) and torch.equal(one.layers, other.layers)
+
+
+# Text to windows
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "bos"])
+def test_every_token_is_predicted_once(begins: bool, tiny_tokenizer: Any, with_bos: Any, text: Path) -> None:
+    tokenizer = with_bos if begins else tiny_tokenizer
+    found = tokenise(tokenizer, [text], tokens=640, window=64, longest=None)
+    assert found.starts_with_bos is begins
+    assert found.ids.shape[1] == 64
+    ids = tiny_tokenizer(text.read_text(encoding="utf8"))["input_ids"]
+    own = found.ids[:, 1:] if begins else found.ids
+    count = found.ids.shape[0]
+    assert count == 640 // own.shape[1]
+    assert own.flatten().tolist() == ids[: own.numel()]
+    if begins:
+        assert (found.ids[:, 0] == tokenizer.bos_token_id).all()
+        # With a token before it, the first one of a window is predicted as well.
+        assert found.sizes.shape == own.shape
+    assert found.sizes.shape == (count, 63)
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "bos"])
+@pytest.mark.parametrize(
+    "more",
+    [(), ("café", "naïve", "Ærøskøbing"), ("🐚🐚", "日本語", "🧑‍🔬", "é")],
+    ids=["ascii", "accents", "emoji"],
+)
+def test_sizes_are_the_bytes_of_the_predicted_text(
+    more: tuple[str, ...], begins: bool, tiny_tokenizer: Any, with_bos: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "text.txt"
+    words = prose(5000, more=more)
+    path.write_text(words, encoding="utf8")
+    tokenizer = with_bos if begins else tiny_tokenizer
+    found = tokenise(tokenizer, [path], tokens=512, window=32, longest=None)
+    own = found.ids[:, 1:] if begins else found.ids
+    # Every token of a byte-level tokenizer is so many bytes: one a letter of its spelling.
+    bytes_of = {
+        number: len(spelling) for spelling, number in tiny_tokenizer.get_vocab().items() if number != 0
+    }
+    lengths = torch.tensor([[bytes_of[int(token)] for token in row] for row in own])
+    assert int(lengths.sum()) <= len(words.encode("utf8"))
+    predicted = lengths if begins else lengths[:, 1:]
+    assert (found.sizes >= 0).all()
+    # A character of several tokens counts at its last one: windows that part one differ by that character.
+    slack = 0 if not more else 3
+    difference = (found.sizes.sum(dim=1) - predicted.sum(dim=1)).abs()
+    assert int(difference.max()) <= 2 * slack
+    assert abs(int(found.sizes.sum()) - int(predicted.sum())) <= (slack if begins else slack * len(own) // 2)
+    if begins:
+        joined = tiny_tokenizer.decode(own.flatten().tolist()[: own.numel()]).rstrip("\ufffd")
+        assert abs(int(found.sizes.sum()) - len(joined.encode("utf8"))) <= slack
+
+
+def test_a_text_used_to_its_end_counts_all_its_bytes(with_bos: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("🐚 é" * 64, encoding="utf8")
+    count = len(with_bos(path.read_text(encoding="utf8"), add_special_tokens=False)["input_ids"])
+    assert count % 64 == 0
+    found = tokenise(with_bos, [path], tokens=count, window=count // 64 + 1, longest=None)
+    assert found.ids[:, 1:].numel() == count
+    assert int(found.sizes.sum()) == path.stat().st_size
+
+
+def test_sizes_without_offsets_sum_to_the_bytes(tiny_tokenizer: Any, text: Path) -> None:
+    class Slow:
+        is_fast, bos_token_id = False, None
+
+        def __call__(self, words: str, **options: Any) -> Any:
+            options.pop("return_offsets_mapping", None)
+            return {"input_ids": tiny_tokenizer(words, **options)["input_ids"]}
+
+    exact = tokenise(tiny_tokenizer, [text], tokens=640, window=64, longest=None)
+    shared = tokenise(Slow(), [text], tokens=640, window=64, longest=None)
+    assert torch.equal(shared.ids, exact.ids)
+    assert int(shared.sizes.sum()) == pytest.approx(int(exact.sizes.sum()), rel=0.05)
+
+
+def test_several_files_are_one_text(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for seed, path in enumerate(files):
+        path.write_text(prose(1500, seed), encoding="utf8")
+    both = tokenise(tiny_tokenizer, files, tokens=1000, window=64, longest=None)
+    assert both.sources == tuple(map(str, files))
+    swapped = tokenise(tiny_tokenizer, files[::-1], tokens=1000, window=64, longest=None)
+    assert both.sha256 != swapped.sha256
+    joined = "\n\n".join(path.read_text(encoding="utf8") for path in files)
+    assert both.ids.flatten().tolist() == tiny_tokenizer(joined)["input_ids"][: both.ids.numel()]
+
+
+def test_the_default_text_is_the_same_every_time(tiny_tokenizer: Any) -> None:
+    first, second = (tokenise(tiny_tokenizer, [], tokens=512, window=64, longest=None) for _ in range(2))
+    assert torch.equal(first.ids, second.ids)
+    assert first.sha256 == second.sha256
+    assert "Python" in first.sources[0]
+
+
+def test_a_short_text_gets_shorter_windows(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text(prose(1200), encoding="utf8")
+    found = tokenise(tiny_tokenizer, [path], tokens=7168, window=512, longest=None)
+    total = len(tiny_tokenizer(path.read_text(encoding="utf8"))["input_ids"])
+    assert found.ids.shape[0] >= 8
+    assert found.ids.shape[1] == total // 8
+    assert found.ids.numel() > total - found.ids.shape[1]
+
+
+def test_a_text_that_is_too_short_is_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text(prose(200), encoding="utf8")
+    with pytest.raises(FullrankError, match="expected 256 or more: give a longer one") as caught:
+        tokenise(tiny_tokenizer, [path], tokens=7168, window=512, longest=None)
+    total = len(tiny_tokenizer(path.read_text(encoding="utf8"))["input_ids"])
+    assert f"has {total} tokens" in str(caught.value)
+
+
+def test_too_few_tokens_and_too_short_windows_are_refused(tiny_tokenizer: Any, text: Path) -> None:
+    with pytest.raises(FullrankError, match="100 tokens were asked for, expected 256"):
+        tokenise(tiny_tokenizer, [text], tokens=100, window=64, longest=None)
+    with pytest.raises(FullrankError, match="windows of 4 tokens"):
+        tokenise(tiny_tokenizer, [text], tokens=512, window=4, longest=None)
+
+
+def test_very_many_tokens_mean_the_whole_text(tiny_tokenizer: Any, text: Path) -> None:
+    found = tokenise(tiny_tokenizer, [text], tokens=10**13, window=64, longest=None)
+    total = len(tiny_tokenizer(text.read_text(encoding="utf8"))["input_ids"])
+    assert total - 64 < found.ids.numel() <= total
+
+
+def test_the_models_own_limit_bounds_the_window(tiny_tokenizer: Any, with_bos: Any, text: Path) -> None:
+    for tokenizer in (tiny_tokenizer, with_bos):
+        found = tokenise(tokenizer, [text], tokens=640, window=64, longest=24)
+        assert found.ids.shape[1] == 24
+
+
+# Windows to states
+
+
+def test_states_and_layers_are_the_models(
+    llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path
+) -> None:
+    loaded, anatomy = llama
+    found = collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY)
+    with torch.no_grad():
+        own = loaded.model(input_ids=windows.ids, output_hidden_states=True).hidden_states
+    count, length = windows.ids.shape
+    torch.testing.assert_close(found.hidden, own[-1][:, :-1].flatten(0, 1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.targets, windows.ids[:, 1:].flatten())
+    assert torch.equal(found.sizes, windows.sizes.flatten())
+    assert torch.equal(found.windows, torch.arange(count).repeat_interleave(length - 1))
+    assert torch.equal(found.positions, torch.arange(length - 1).repeat(count))
+    assert found.layer_names == ("embedding", "block 1", "block 2", "output")
+    sampled = found.layers.shape[1]
+    assert sampled % count == 0
+    rows = torch.arange(count).repeat_interleave(sampled // count)
+    positions = found.layer_positions
+    assert int(positions.min()) >= 1
+    assert int(positions.max()) <= length - 2
+    assert len(set(zip(rows.tolist(), positions.tolist(), strict=True))) == sampled
+    for layer, expected in ((0, own[0]), (1, own[1]), (3, own[2])):
+        torch.testing.assert_close(found.layers[layer], expected[rows, positions], rtol=1e-5, atol=1e-6)
+    # What leaves the last block becomes the output through the final norm.
+    normed = loaded.model.model.norm(found.layers[2])
+    torch.testing.assert_close(normed, found.layers[3], rtol=1e-5, atol=1e-6)
+    number = {(int(row), int(place)): index for index, (row, place) in enumerate(
+        itertools.product(range(count), range(length - 1)))}  # fmt: skip
+    at = torch.tensor([number[int(row), int(place)] for row, place in zip(rows, positions, strict=True)])
+    assert torch.equal(found.layer_blocks, found.blocks[at])
+
+
+def test_blocks_of_text_stay_inside_windows(
+    llama: tuple[Loaded, Anatomy], tiny_tokenizer: Any, text: Path, tmp_path: Path
+) -> None:
+    loaded, anatomy = llama
+    windows = tokenise(tiny_tokenizer, [text], tokens=1500, window=180, longest=None)
+    found = collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY)
+    pairs = set(zip(found.blocks.tolist(), found.windows.tolist(), strict=True))
+    assert len(pairs) == len({block for block, _ in pairs}) == 2 * len(windows.ids)
+    assert int(torch.bincount(found.blocks).max()) <= BLOCK
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "mpt", "mamba", "gemma2", "opt"])
+def test_all_layers_of_other_families_are_seen(
+    family: str, tiny_checkpoint: Build, windows: Windows, tmp_path: Path
+) -> None:
+    loaded = load(tiny_checkpoint(family))
+    found = collect(loaded.model, examine(loaded), windows, tmp_path, memory=MEMORY)
+    assert found.layer_names == ("embedding", "block 1", "block 2", "output")
+    assert bool((found.layers.norm(dim=2) > 0).all())
+
+
+def test_a_projection_before_the_matrix(tiny_checkpoint: Build, windows: Windows, tmp_path: Path) -> None:
+    loaded = load(tiny_checkpoint("opt", word_embed_proj_dim=16))
+    found = collect(loaded.model, examine(loaded), windows, tmp_path, memory=MEMORY)
+    assert found.hidden.shape[1] == 16
+    assert found.layers.shape[2] == 32
+    assert found.layer_names == ("embedding", "block 1", "block 2")
+    assert len(found.layers) == 3
+    assert bool((found.layers.norm(dim=2) > 0).all())
+    with torch.no_grad():
+        own = loaded.model(input_ids=windows.ids, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(found.hidden, own[:, :-1].flatten(0, 1), rtol=1e-5, atol=1e-6)
+
+
+def test_the_output_matrix_is_never_multiplied(
+    tiny_checkpoint: Build, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(tiny_checkpoint("llama", tie_word_embeddings=False))
+    anatomy = examine(loaded)
+
+    def fail(states: Tensor) -> Tensor:
+        raise AssertionError("logits were made")
+
+    monkeypatch.setattr(loaded.model.lm_head, "forward", fail)
+    assert len(collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY).hidden) == 10 * 63
+    with pytest.raises(AssertionError, match="logits were made"):
+        loaded.model(input_ids=windows.ids[:1])
+
+
+def test_a_token_without_a_row_is_refused(
+    llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path
+) -> None:
+    loaded, anatomy = llama
+    windows.ids[3, 5] = 300
+    with pytest.raises(FullrankError, match=r"token 300, but the output matrix has 300 rows"):
+        collect(loaded.model, anatomy, windows, tmp_path / "states", memory=MEMORY)
+    assert not (tmp_path / "states").exists()
+
+
+def test_too_little_memory_is_refused(
+    llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path
+) -> None:
+    loaded, anatomy = llama
+    states = 4 * 10 * 63 * 32
+    with pytest.raises(FullrankError, match="--memory"):
+        collect(loaded.model, anatomy, windows, tmp_path / "states", memory=states)
+    assert not (tmp_path / "states").exists()
+    # Short of memory, fewer positions are sampled before the run is refused.
+    found = collect(loaded.model, anatomy, windows, tmp_path / "states", memory=2 * states)
+    assert found.layers.numel() * 4 <= states
+    assert found.layers.shape[1] >= 20
+
+
+def test_states_that_are_not_finite_are_refused(
+    tiny_checkpoint: Build, windows: Windows, tmp_path: Path
+) -> None:
+    loaded = load(tiny_checkpoint("llama"))
+    anatomy = examine(loaded)
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[windows.ids[9, 3]] = float("nan")
+    with pytest.raises(FullrankError, match="--dtype float32"):
+        collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY)
+
+
+# States to files and back
+
+
+def test_a_second_run_reads_and_does_not_run(
+    llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, anatomy = llama
+    calls = Calls(monkeypatch)
+    shares: list[float] = []
+    first = collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY, progress=shares.append)
+    assert calls.count == 3
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    second = collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY)
+    assert calls.count == 3
+    assert same(first, second)
+
+
+def spoil_cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def spoil_empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def spoil_shape(file: Path) -> None:
+    found = load_file(file)
+    save_file({"hidden": found["hidden"][:, :-1].clone(), "layers": found["layers"].clone()}, file)
+
+
+def spoil_name(file: Path) -> None:
+    save_file({"hidden": load_file(file)["hidden"].clone()}, file)
+
+
+def spoil_value(file: Path) -> None:
+    found = {name: value.clone() for name, value in load_file(file).items()}
+    found["hidden"][1, 2, 3] = float("nan")
+    save_file(found, file)
+
+
+def spoil_away(file: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_cut, spoil_empty, spoil_shape, spoil_name, spoil_value, spoil_away],
+    ids=lambda function: function.__name__,
+)  # fmt: skip
+def test_a_spoiled_file_is_made_again(
+    spoil: Callable[[Path], None], llama: tuple[Loaded, Anatomy], windows: Windows,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    loaded, anatomy = llama
+    first = collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY)
+    file = sorted(tmp_path.rglob("*.safetensors"))[1]
+    content = file.read_bytes()
+    spoil(file)
+    calls = Calls(monkeypatch)
+    second = collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY)
+    assert calls.count == 1
+    assert same(first, second)
+    assert file.read_bytes() == content
+
+
+def test_another_text_or_model_starts_anew_and_old_states_go(
+    llama: tuple[Loaded, Anatomy], windows: Windows, tiny_checkpoint: Build, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    loaded, anatomy = llama
+    other = load(tiny_checkpoint("mistral"))
+    changed = Windows(**{**vars(windows), "ids": windows.ids.flip(0)})
+    calls = Calls(monkeypatch)
+    kept = []
+    for model, build, chosen in (
+        (loaded.model, anatomy, windows),
+        (loaded.model, anatomy, changed),
+        (other.model, examine(other), changed),
+    ):
+        collect(model, build, chosen, tmp_path, memory=MEMORY)
+        (directory,) = tmp_path.iterdir()
+        kept.append(directory.name)
+    assert calls.count == 9
+    assert len(set(kept)) == 3
+
+
+def test_what_is_not_ours_stays(llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path) -> None:
+    """`--out .` may find a directory called states that holds other things."""
+    mine = tmp_path / "states" / "California"
+    mine.mkdir(parents=True)
+    (mine / "notes.txt").write_text("do not lose")
+    old = tmp_path / "states" / ("0" * 24)
+    old.mkdir()
+    collect(llama[0].model, llama[1], windows, tmp_path / "states", memory=MEMORY)
+    assert (mine / "notes.txt").read_text() == "do not lose"
+    assert not old.exists()
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(
+    llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, anatomy = llama
+    whole = collect(loaded.model, anatomy, windows, tmp_path / "whole", memory=MEMORY)
+    with monkeypatch.context() as patch:
+        calls = Calls(patch, fail_at=1)
+        with pytest.raises(KeyboardInterrupt):
+            collect(loaded.model, anatomy, windows, tmp_path / "states", memory=MEMORY)
+    assert calls.count == 1
+    assert len(list((tmp_path / "states").rglob("*.safetensors"))) == 1
+    with monkeypatch.context() as patch:
+        calls = Calls(patch)
+        found = collect(loaded.model, anatomy, windows, tmp_path / "states", memory=MEMORY)
+    assert calls.count == 2
+    assert same(found, whole)
+
+
+@pytest.mark.parametrize("where", ["replace", "fsync"])
+def test_a_full_disk_leaves_no_part_of_a_file(
+    where: str, llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, where, full)
+    with pytest.raises(FullrankError, match="No space left") as caught:
+        collect(llama[0].model, llama[1], windows, tmp_path, memory=MEMORY)
+    assert "choose another --out" in str(caught.value)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_file_where_the_directory_should_be(
+    llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path
+) -> None:
+    (tmp_path / "states").write_text("in the way")
+    with pytest.raises(FullrankError, match="cannot be kept"):
+        collect(llama[0].model, llama[1], windows, tmp_path / "states", memory=MEMORY)
+    assert (tmp_path / "states").read_text() == "in the way"

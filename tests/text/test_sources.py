@@ -1,0 +1,230 @@
+"""Texts of every kind give the same fragments, documents are kept apart, and what is no text is refused."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullrank.errors import FullrankError
+from fullrank.text import documents, formats, sources
+from fullrank.text.documents import Read
+from fullrank.text.sources import find, fragments
+
+pyarrow = pytest.importorskip("pyarrow")
+zstandard = pytest.importorskip("zstandard")
+
+TEXT = "The first line.\nThe second, ä line.\n\nA new paragraph\nof two lines.\n"
+
+
+def texts_of(*names: Path | str, **options: Any) -> list[str]:
+    return [fragment.text for fragment in fragments(find(list(names), **options))]
+
+
+def whole_documents(corpus: sources.Corpus) -> list[str]:
+    found: list[str] = []
+    for fragment in fragments(corpus):
+        if fragment.begins:
+            found.append("")
+        found[-1] += fragment.text
+    return found
+
+
+def test_compressed_files_and_tables_read_as_the_plain_text(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    data = TEXT.encode()
+    (tmp_path / "a.txt").write_bytes(data)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(data))
+    # Two frames, as tools that compress in parallel write them.
+    compress = zstandard.ZstdCompressor().compress
+    (tmp_path / "a.txt.zst").write_bytes(compress(data[:20]) + compress(data[20:]))
+    parquet.write_table(pyarrow.table({"text": [TEXT], "other": [1]}), tmp_path / "a.parquet")
+    for name in ("a.txt", "a.txt.gz", "a.txt.xz", "a.txt.zst", "a.parquet"):
+        assert texts_of(tmp_path / name) == [TEXT], name
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("file", [TEXT]),
+        ("line", ["The first line.", "The second, ä line.", "A new paragraph", "of two lines."]),
+        ("blank", ["The first line.\nThe second, ä line.", "A new paragraph\nof two lines."]),
+    ],
+)
+def test_what_a_document_is(tmp_path: Path, rule: Any, expected: list[str]) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(TEXT, encoding="utf8")
+    corpus = find([path], documents=rule)
+    read = Read()
+    found = list(fragments(corpus, read))
+    assert [fragment.text for fragment in found] == expected
+    assert all(fragment.begins and fragment.ends for fragment in found)
+    assert read.documents == len(expected)
+
+
+@given(
+    text=st.text(alphabet="ab \n", max_size=120),
+    rule=st.sampled_from(["file", "line", "blank"]),
+    size=st.integers(3, 30),
+    at_once=st.integers(1, 7),
+)
+def test_cutting_never_changes_documents(text: str, rule: Any, size: int, at_once: int) -> None:
+    def found_with(fragment_size: int, step: int) -> list[str]:
+        before = documents.FRAGMENT
+        documents.FRAGMENT = fragment_size
+        try:
+            blocks = (text[start : start + step] for start in range(0, len(text), step))
+            found: list[str] = []
+            for fragment in documents.parted(blocks, rule, Read()):
+                if fragment.begins:
+                    found.append("")
+                found[-1] += fragment.text
+            return found
+        finally:
+            documents.FRAGMENT = before
+
+    plain = found_with(10**6, 10**6)
+    if rule == "blank":
+        # Three line breaks in a row part documents in two places; which one is no matter.
+        assert [item.strip() for item in found_with(size, at_once)] == [item.strip() for item in plain]
+    else:
+        assert found_with(size, at_once) == plain
+
+
+def test_a_giant_line_comes_in_fragments_between_words(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    text = "word " * 400_000
+    path.write_text(text)
+    found = list(fragments(find([path])))
+    assert len(found) > 2
+    assert "".join(fragment.text for fragment in found) == text
+    assert all(fragment.text.startswith(" word") for fragment in found[1:])
+    assert [fragment.begins for fragment in found] == [True] + [False] * (len(found) - 1)
+    assert [fragment.ends for fragment in found] == [False] * (len(found) - 1) + [True]
+    assert len(list(fragments(find([path], documents="line")))) > 2
+
+
+def test_a_giant_word_is_cut_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LONGEST", 600_000)
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 2_000_000)
+    found = texts_of(path)
+    assert "".join(found) == "x" * 2_000_000
+    assert max(map(len, found)) <= 2 * 600_000 + formats.READ
+
+
+def test_bad_bytes_are_replaced_and_counted_while_they_are_rare(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"plain text " * 100 + b"\xff\xfe" + b" and more" * 100)
+    read = Read()
+    text = "".join(fragment.text for fragment in fragments(find([path]), read))
+    assert text.count("\ufffd") == read.replaced == 2
+    path.write_bytes("gr\xfc\xdfe ".encode("latin-1") * 100)
+    with pytest.raises(FullrankError, match=r"not UTF-8 .*iconv"):
+        find([path])
+    # Text at first, and no text later on.
+    path.write_bytes(b"plain text " * 10_000 + b"\xff" * 100_000)
+    with pytest.raises(FullrankError, match=r"not UTF-8 .*iconv"):
+        texts_of(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x7fELF\0\0\0\1", "binary.*give a file of UTF-8"),
+        ("text".encode("utf-16"), "UTF-16.*save it as UTF-8"),
+        (b"", "holds no text"),
+    ],
+)
+def test_what_is_no_text_is_refused_where_it_was_named(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(data)
+    with pytest.raises(FullrankError, match=message):
+        find([path])
+
+
+def test_a_nul_byte_far_into_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"text " * 100_000 + b"\0")
+    with pytest.raises(FullrankError, match="NUL"):
+        texts_of(path)
+
+
+def test_a_directory_gives_its_texts_in_order_and_says_what_it_left_out(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "sub" / "c.md").write_text("third")
+    (tmp_path / "d.bin").write_bytes(b"\0\1\2")
+    (tmp_path / ".hidden").write_text("hidden")
+    corpus = find([tmp_path, tmp_path / "a.txt"])
+    assert whole_documents(corpus) == ["first", "second", "third"]
+    assert corpus.skipped == ("d.bin",)
+    assert [source.name for source in corpus.sources] == ["a.txt", "b.txt", "sub/c.md"]
+
+
+def test_damaged_archives_and_tables_are_refused(tmp_path: Path) -> None:
+    whole = gzip.compress(b"text " * 100_000, mtime=0)
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(FullrankError, match="whole"):
+        texts_of(path)
+    path.write_bytes(b"no gzip at all")
+    with pytest.raises(FullrankError, match="decompressed"):
+        find([path])
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"no parquet")
+    with pytest.raises(FullrankError, match="no parquet file"):
+        find([path])
+
+
+def test_a_table_without_the_column_names_those_it_has(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    parquet.write_table(
+        pyarrow.table({"body": ["a", None, "b"], "number": [1, 2, 3]}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(FullrankError, match=r"body, number.*--column"):
+        texts_of(tmp_path / "a.parquet")
+    assert texts_of(tmp_path / "a.parquet", column="body") == ["a", "b"]
+    with pytest.raises(FullrankError, match="holds int"):
+        texts_of(tmp_path / "a.parquet", column="number")
+
+
+def test_names_that_are_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FullrankError, match="no such text"):
+        find([tmp_path / "missing.txt"])
+    with pytest.raises(FullrankError, match="no text was given"):
+        find([])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FullrankError, match="pip install datasets"):
+        find(["someone/something"])
+
+
+def test_a_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> Any:
+        asked.append((name, config, split, streaming))
+        if name == "no/such":
+            raise ConnectionError("no network")
+        return iter([{"text": "one"}, {"text": "two"}])
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: object())
+    assert texts_of("someone/text:small:test") == ["one", "two"]
+    assert asked == [("someone/text", "small", "test", True)]
+    with pytest.raises(FullrankError, match=r"no network.*NAME:CONFIG:SPLIT"):
+        texts_of("no/such")

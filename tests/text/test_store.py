@@ -1,0 +1,393 @@
+"""Corpora: splits by names and by lines, token files that are whole or not there, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fullrank.errors import FullrankError
+from fullrank.text import files as text_files
+from fullrank.text import splits as sources
+from fullrank.text import store as data
+from fullrank.text.store import Corpus, load, prepare
+from fullrank.text.vocabulary import Bpe
+from fullrank.train.config import DataConfig
+
+TRAIN = "the cat sat\nthe dog sat\n"
+WORDS = DataConfig()
+
+
+def write(path: Path, content: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def three(folder: Path, train: str = TRAIN, valid: str = "the dog\n", test: str = "the cat\n") -> Path:
+    for name, content in (("train", train), ("valid", valid), ("test", test)):
+        write(folder / f"{name}.txt", content)
+    return folder
+
+
+def texts(corpus: Corpus) -> dict[str, str]:
+    return {name: corpus.vocabulary.decode(split.tokens.tolist()) for name, split in corpus.splits.items()}
+
+
+def folders(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir()) if cache.exists() else []
+
+
+def test_named_splits_become_read_only_token_files(tmp_path: Path) -> None:
+    source = three(tmp_path / "text", valid="the dog")
+    write(source / "README.md", "not read")
+    corpus = prepare([source], WORDS, tmp_path / "cache")
+    assert texts(corpus) == {"train": TRAIN, "valid": "the dog\n", "test": "the cat\n"}
+    train = corpus.splits["train"]
+    assert isinstance(train.tokens, np.memmap)
+    assert train.tokens.dtype == np.uint16
+    with pytest.raises(ValueError, match="read-only"):
+        train.tokens[0] = 1
+    assert (train.bytes, train.lines, train.documents, train.replaced) == (len(TRAIN), 2, 1, 0)
+    assert corpus.splits["valid"].bytes == 7
+    described = json.dumps(corpus.describe())
+    assert str(tmp_path) not in described
+    assert json.loads(described) == corpus.describe()
+    assert corpus.describe()["vocabulary"] == 5
+    assert [entry["name"] for entry in corpus.describe()["sources"]] == ["train.txt", "valid.txt", "test.txt"]
+    again = load(corpus.folder)
+    assert again.digest == corpus.digest
+    assert texts(again) == texts(corpus)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
+        ("train", "dev", "test"),
+        ("Training.TXT", "val.txt", "test-1.txt"),
+        ("train_2.text", "validation.raw", "ptb.test.txt"),
+    ],
+)
+def test_names_of_splits(names: tuple[str, str, str], tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    for name, content in zip(names, (TRAIN, "the dog\n", "the cat\n"), strict=True):
+        write(source / name, content)
+    expected = {"train": TRAIN, "valid": "the dog\n", "test": "the cat\n"}
+    assert texts(prepare([source], WORDS, tmp_path / "cache")) == expected
+    # The same files by name, in any order.
+    given = [source / names[2], source / names[0], source / names[1]]
+    assert texts(prepare(given, WORDS, tmp_path / "cache")) == expected
+    assert len(folders(tmp_path / "cache")) == 1
+
+
+def test_several_files_of_a_split_are_documents_and_archives_are_left(tmp_path: Path) -> None:
+    source = three(tmp_path / "text")
+    write(source / "train-2.txt", "the cat")
+    write(source / "train.txt.gz", b"\x1f\x8b\0\0")
+    corpus = prepare([source], DataConfig(level="bytes"), tmp_path / "cache")
+    tokens = corpus.splits["train"].tokens.tolist()
+    assert tokens == [*b"the cat", 256, *TRAIN.encode(), 256]
+    assert corpus.splits["train"].documents == 2
+    assert corpus.splits["train"].bytes == len(tokens) - 2
+    assert corpus.describe()["skipped"] == ["train.txt.gz"]
+
+
+def test_files_without_splits_are_cut_by_lines(tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    lines = [f"line {n} ä" for n in range(40)]
+    write(source / "a.txt", "\n".join(lines[:25]))
+    write(source / "b" / "c.md", b"\xef\xbb\xbf" + "\n".join([*lines[25:], ""]).encode())
+    write(source / "b" / "picture.png", b"\x89PNG\0\0")
+    write(source / ".git" / "hidden", "hidden\n")
+    config = DataConfig(level="words", vocabulary_from="all", valid_share=0.25, test_share=0.1)
+    corpus = prepare([source], config, tmp_path / "cache")
+    expected = {"train": lines[:26], "valid": lines[26:36], "test": lines[36:]}
+    assert texts(corpus) == {name: "\n".join([*part, ""]) for name, part in expected.items()}
+    assert [split.lines for split in corpus.splits.values()] == [26, 10, 4]
+    assert [split.documents for split in corpus.splits.values()] == [2, 1, 1]
+    # Bytes of the text alone: no mark, and no line break that was not there.
+    assert sum(split.bytes for split in corpus.splits.values()) == len("\n".join(lines).encode())
+    assert corpus.describe()["skipped"] == ["b/picture.png"]
+    assert corpus.describe()["split_by"] == "lines"
+    # Bytes put together again are the files.
+    raw = prepare([source], DataConfig(level="bytes"), tmp_path / "cache")
+    whole = "".join(texts(raw).values())
+    assert whole == "\n".join(lines[:25]) + "\n".join([*lines[25:], ""])
+    # A file named twice is read once, so that no line is trained on and judged on.
+    twice = prepare(
+        [source / "a.txt", source / "a.txt", source / "b" / ".." / "a.txt"], config, tmp_path / "c"
+    )
+    assert sum(split.lines for split in twice.splits.values()) == 25
+
+
+@pytest.mark.parametrize("level", ["words", "bytes", "bpe"])
+def test_blocks_of_any_size_give_the_same_tokens(
+    level: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = " ".join(f"wörd{n % 50}" for n in range(3000))
+    text = (
+        "".join(f" = Title {n} = \n\n  body ä {n % 3}, 日本 don't\n{'x' * (n % 90)}\n" for n in range(300))
+        + long
+    )
+    source = three(tmp_path / "text", train=text, valid=text, test=text)
+    config = DataConfig(level=level, bpe_size=300)
+    whole = prepare([source], config, tmp_path / "whole")
+    assert np.array_equal(whole.splits["train"].tokens, whole.vocabulary.encode(text))
+    monkeypatch.setattr(text_files, "READ", 257)
+    small = prepare([source], config, tmp_path / "small")
+    assert small.digest == whole.digest
+    found = sources.find([source], config)
+    pieces = list(text_files.blocks(found.splits["train"][0]))
+    assert len(pieces) > 100
+    assert "".join(pieces) == text
+    # A text without any place to cut is read all the same.
+    monkeypatch.setattr(text_files, "LONGEST", 1000)
+    endless = three(tmp_path / "endless", train="ä" * 5000, valid="a", test="b")
+    (part,) = sources.find([endless], config).splits["train"]
+    assert [len(piece) for piece in text_files.blocks(part)][:2] == [pytest.approx(1000, abs=257)] * 2
+    assert "".join(text_files.blocks(part)) == "ä" * 5000
+
+
+def test_ids_beyond_sixteen_bits_are_kept(tmp_path: Path) -> None:
+    train = "\n".join(f"w{n}" for n in range(70_000)) + "\n"
+    corpus = prepare([three(tmp_path / "text", train, "w69999\n", "w5\n")], WORDS, tmp_path / "cache")
+    assert corpus.splits["train"].tokens.dtype == np.uint32
+    assert corpus.vocabulary.size == 70_001
+    assert texts(corpus)["train"] == train
+    assert texts(corpus)["valid"] == "w69999\n"
+
+
+def test_words_of_train_or_of_all(tmp_path: Path) -> None:
+    source = three(tmp_path / "text", valid="the dog\nthe emu\n")
+    cache = tmp_path / "cache"
+    with pytest.raises(
+        FullrankError, match=r"'emu' in line 2 of .*valid.txt .*--set data.vocabulary_from=all"
+    ):
+        prepare([source], WORDS, cache)
+    assert folders(cache) == []
+    every = prepare([source], DataConfig(vocabulary_from="all"), cache)
+    assert every.describe()["vocabulary_from"] == "all"
+    assert "emu" in texts(every)["valid"]
+    write(source / "train.txt", TRAIN + "<unk>\n")
+    marked = prepare([source], WORDS, cache)
+    assert texts(marked)["valid"] == "the dog\nthe <unk>\n"
+    assert [split.replaced for split in marked.splits.values()] == [0, 1, 0]
+
+
+def test_bpe_is_trained_on_train_or_loaded(tmp_path: Path) -> None:
+    source = three(tmp_path / "text", train="abcabcabc " * 50, valid="xyzxyzxyz " * 50)
+    cache = tmp_path / "cache"
+    trained = prepare([source], DataConfig(level="bpe", bpe_size=270), cache)
+    merged = {trained.vocabulary.token(index) for index in range(trained.vocabulary.size)}
+    assert "abcabcabc" in merged
+    assert not any("xy" in token for token in merged)
+    Bpe.train(["xyzxyzxyz " * 50], 262).save(tmp_path / "other")
+    config = DataConfig(level="bpe", tokenizer=str(tmp_path / "other" / "tokenizer.json"))
+    loaded = prepare([source], config, cache)
+    assert loaded.vocabulary.size == 262
+    assert texts(loaded) == texts(trained)
+    assert loaded.describe()["vocabulary_from"] == "tokenizer"
+    with pytest.raises(FullrankError, match="no tokeniser at"):
+        prepare([source], DataConfig(level="bpe", tokenizer=str(tmp_path / "none.json")), cache)
+
+
+def test_a_corpus_is_built_once(tmp_path: Path) -> None:
+    source, cache = three(tmp_path / "text"), tmp_path / "cache"
+    first = prepare([source], WORDS, cache)
+    before = {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()}
+    labels: set[str] = set()
+    again = prepare([source], WORDS, cache, progress=lambda label, share: labels.add(label))
+    assert labels == {"reading"}
+    assert {path.name: path.stat().st_mtime_ns for path in again.folder.iterdir()} == before
+    # What does not matter to the tokens does not matter to the key, what does matters.
+    assert prepare([source], DataConfig(bpe_size=300, valid_share=0.2), cache).folder == first.folder
+    moved = three(tmp_path / "elsewhere")
+    assert prepare([moved], WORDS, cache).folder == first.folder
+    others = [prepare([source], DataConfig(level="bytes"), cache).folder]
+    write(source / "test.txt", "the cat \n")
+    others.append(prepare([source], WORDS, cache).folder)
+    assert len({first.folder, *others}) == 3
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "meta", "count", "vocabulary", "empty"])
+def test_damage_is_found_and_built_again(damage: str, tmp_path: Path) -> None:
+    source, cache = three(tmp_path / "text"), tmp_path / "cache"
+    corpus = prepare([source], WORDS, cache)
+    expected, folder = texts(corpus), corpus.folder
+    target = folder / {"meta": "meta.json", "vocabulary": "vocabulary.json"}.get(damage, "valid.tokens")
+    if damage == "remove":
+        target.unlink()
+    elif damage == "count":
+        meta = json.loads((folder / "meta.json").read_text())
+        meta["splits"]["valid"]["bytes"] += 1
+        (folder / "meta.json").write_text(json.dumps(meta))
+    elif damage == "empty":
+        for path in folder.iterdir():
+            path.unlink()
+    else:
+        content = bytearray(target.read_bytes())
+        content[0] ^= 1
+        target.write_bytes(content[:-2] if damage == "truncate" else content)
+    with pytest.raises(FullrankError, match="prepare the data again"):
+        load(folder)
+    messages: list[str] = []
+    rebuilt = prepare([source], WORDS, cache, warn=messages.append)
+    assert len(messages) == 1
+    assert "built again" in messages[0]
+    assert texts(rebuilt) == expected
+    assert texts(load(folder)) == expected
+    assert folders(cache) == [folder.name]
+    (folder / "meta.json").write_text("{}")
+    with pytest.warns(UserWarning, match="built again"):
+        prepare([source], WORDS, cache)
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from fullrank.train import data
+from fullrank.train.config import DataConfig
+source, cache, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+write = data.write_whole
+def slow(path, text):
+    # Everything but meta.json is there.
+    Path(sys.argv[2], "waiting").touch()
+    time.sleep(pause)
+    write(path, text)
+data.write_whole = slow
+corpus = data.prepare([source], DataConfig(), cache)
+print(corpus.digest)
+"""
+
+
+def start(source: Path, cache: Path, pause: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(source), str(cache), str(pause)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_killed_build_leaves_no_half_corpus(tmp_path: Path) -> None:
+    source, cache = three(tmp_path / "text"), tmp_path / "cache"
+    with start(source, cache, 600) as process:
+        deadline = time.monotonic() + 300
+        while not (cache / "waiting").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    left = [name for name in folders(cache) if name != "waiting"]
+    assert len(left) == 1
+    assert left[0].startswith(".")
+    corpus = prepare([source], WORDS, cache)
+    assert texts(corpus)["train"] == TRAIN
+    # What was left is swept up once it is surely dead.
+    for path in (cache / left[0], *(cache / left[0]).iterdir()):
+        os.utime(path, (0, 0))
+    (corpus.folder / "meta.json").unlink()
+    prepare([source], WORDS, cache, warn=lambda message: None)
+    assert folders(cache) == [corpus.folder.name, "waiting"]
+
+
+def test_processes_that_build_at_once_agree(tmp_path: Path) -> None:
+    source, cache = three(tmp_path / "text"), tmp_path / "cache"
+    processes = [start(source, cache, pause) for pause in (0.5, 0.5, 0.6)]
+    digests = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert all(process.returncode == 0 for process in processes)
+    assert digests == {prepare([source], WORDS, cache).digest}
+    assert len(folders(cache)) == 2
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(data, "write_whole", full)
+    with pytest.raises(FullrankError, match=r"No space left on device.*choose another --out"):
+        prepare([three(tmp_path / "text")], WORDS, tmp_path / "cache")
+    assert folders(tmp_path / "cache") == []
+
+
+BAD: dict[str, tuple[dict[str, bytes], str]] = {
+    "no file": ({}, "holds no text"),
+    "empty file": ({"a.txt": b""}, "holds no text"),
+    "only binary": ({"a.bin": b"\0\1"}, r"holds no text; 1 files are no UTF-8 text \(a.bin\)"),
+    "blank": ({"a.txt": b"\n \n\n\n"}, "only blank lines"),
+    "few lines": ({"a.txt": b"a\nb\n"}, "2 lines leave 0 for training"),
+    "one line": ({"a.txt": b"a b c d"}, r"1 lines leave 0 .* train.txt, valid.txt and test.txt"),
+    "no test": (
+        {"train.txt": b"a\n", "valid.txt": b"a\n"},
+        r"train \(train.txt\) and valid .* none for test",
+    ),
+    "no train": ({"dev.txt": b"a\n", "test.txt": b"a\n"}, "none for train"),
+    "empty split": ({"train.txt": b"a\n", "valid.txt": b"", "test.txt": b"a\n"}, "the valid split is empty"),
+    "empty train": (
+        {"train.txt": b"\xef\xbb\xbf", "valid.txt": b"a", "test.txt": b"a"},
+        "train split is empty",
+    ),
+    "blank split": (
+        {"train.txt": b"a\n", "valid.txt": b"a\n", "test.txt": b" \n"},
+        "test split has only blank",
+    ),
+    "Latin-1": (
+        {"train.txt": b"ab\n" * 400_000 + b"caf\xe9 \n", "valid.txt": b"a\n", "test.txt": b"a\n"},
+        r"train.txt is not UTF-8 at byte offset 1200003 \(invalid continuation byte\).*iconv",
+    ),
+    "cut character": (
+        {"train.txt": b"ab\xc3", "valid.txt": b"a\n", "test.txt": b"a\n"},
+        "byte offset 2 .*unexpected end",
+    ),
+    "binary split": ({"train.txt": b"a\0", "valid.txt": b"a\n", "test.txt": b"a\n"}, "NUL byte at offset 1"),
+    "UTF-16": ({"train.txt": "ab".encode("utf-16"), "valid.txt": b"a", "test.txt": b"a"}, "is UTF-16"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_text_is_refused_and_nothing_written(case: str, tmp_path: Path) -> None:
+    files, message = BAD[case]
+    (tmp_path / "text").mkdir()
+    for name, content in files.items():
+        write(tmp_path / "text" / name, content)
+    with pytest.raises(FullrankError, match=message):
+        prepare([tmp_path / "text"], DataConfig(vocabulary_from="all"), tmp_path / "cache")
+    assert folders(tmp_path / "cache") == []
+
+
+def test_bad_files_are_refused_by_name_and_skipped_in_a_directory(tmp_path: Path) -> None:
+    cache, source = tmp_path / "cache", tmp_path / "text"
+    good = write(source / "good.txt", "a b\n" * 100)
+    latin = write(source / "latin.txt", b"caf\xe9\n" * 100)
+    with pytest.raises(FullrankError, match=r"latin.txt is not UTF-8 at byte offset 3"):
+        prepare([good, latin], WORDS, cache)
+    messages: list[str] = []
+    corpus = prepare([source], WORDS, cache, warn=messages.append)
+    assert corpus.describe()["skipped"] == ["latin.txt"]
+    assert len(messages) == 1
+    assert "left out" in messages[0]
+    with pytest.raises(FullrankError, match="no such data"):
+        prepare([tmp_path / "none"], WORDS, cache)
+    with pytest.raises(FullrankError, match="no data was given"):
+        prepare([], WORDS, cache)
+    with pytest.raises(FullrankError, match="no regular file"):
+        prepare([Path(os.devnull)], WORDS, cache)
+    with pytest.raises(FullrankError, match=r"data.valid_share=0 leaves a split empty"):
+        prepare([good], DataConfig(valid_share=0.0), cache)
+    with pytest.raises(FullrankError, match="100 lines leave 0"):
+        prepare([good], DataConfig(valid_share=0.5, test_share=0.5), cache)
+    with pytest.raises(FullrankError, match="no whole corpus"):
+        load(tmp_path / "none")
+
+
+@pytest.mark.skipif("FULLRANK_WIKITEXT" not in os.environ, reason="FULLRANK_WIKITEXT names no WikiText-2")
+def test_wikitext_2_has_its_published_counts(tmp_path: Path) -> None:
+    source = Path(os.environ["FULLRANK_WIKITEXT"])
+    corpus = prepare([source], DataConfig(vocabulary_from="all"), tmp_path / "cache")
+    assert [len(corpus.splits[name].tokens) for name in sources.SPLITS] == [2_088_628, 217_646, 245_569]
+    assert corpus.vocabulary.size == 33_278
+    assert corpus.describe()["sources"][0]["sha256"].startswith("9e9fa1ad55b1c2c9")

@@ -1,0 +1,240 @@
+"""Training on states after a crash: it goes on, ends with the same bits, and believes only its own files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullrank.fit import comparison as fit
+from fullrank.fit import states, training
+from fullrank.fit.controls import SoftmaxControl, size
+from fullrank.fit.setting import Setting, prepare
+from fullrank.heads import Head, build
+from fullrank.results.upgrade import TrainingText
+from fullrank.upgrade import choose
+
+SCRIPT = Path(__file__).with_name("killed_training.py")
+D, V, TIME, WINDOWS = 6, 40, 16, 28
+FACTS = TrainingText(sources=(), sha256="", window=TIME + 1, fit_tokens=0, choose_tokens=0, held_out_tokens=0)
+
+
+@pytest.fixture
+def setting() -> Setting:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(WINDOWS, TIME, D, generator=generator)
+    targets = torch.randint(V, (WINDOWS, TIME), generator=generator)
+    blocks = torch.arange(WINDOWS)[:, None].expand(WINDOWS, TIME)
+    parts = states.split(states.Part(states=(hidden,), targets=targets, ids=targets, blocks=blocks))
+    return prepare(head_of("softmax"), parts, rows=V, exact=True, matrix=True, limit=1 << 24, seed=0)
+
+
+def head_of(name: str, **options: Any) -> Head:
+    torch.manual_seed(1)
+    head = build(name, hidden=D, vocab=V, **options)
+    with torch.no_grad():
+        head.decoder.weight.copy_(0.5 * torch.randn(V, D, generator=torch.Generator().manual_seed(2)))
+    return head
+
+
+def trained(setting: Setting, file: Path | None, **changes: Any) -> tuple[training.Fitted, dict[str, Any]]:
+    plans: dict[str, Any] = {"rates": (0.1, 0.4), "epochs": 3, "patience": 2, "seed": 0, **changes}
+    return training.train(setting, head_of("mos", components=2), file=file, **plans)
+
+
+def same(one: tuple[training.Fitted, dict[str, Any]], other: tuple[training.Fitted, dict[str, Any]]) -> bool:
+    facts = [(found.choose_loss, found.rate, found.steps, found.trained) for found in (one[0], other[0])]
+    return (
+        facts[0] == facts[1]
+        and torch.equal(one[0].losses, other[0].losses)
+        and one[1].keys() == other[1].keys()
+        and all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+    )
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint at every step, of which an epoch has several."""
+    monkeypatch.setattr(training, "EVERY", 0.0)
+    monkeypatch.setattr(training, "DEAREST", math.inf)
+    monkeypatch.setattr(training, "BATCH", 64)
+
+
+class Crash(Exception):  # noqa: N818
+    """In place of a signal."""
+
+
+def crash_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Crash where a checkpoint would be written for the so manieth time."""
+    keep, calls = training.checkpoints.keep, 0
+
+    def crashing(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Crash
+        keep(*arguments)
+
+    monkeypatch.setattr(training.checkpoints, "keep", crashing)
+
+
+def killed(folder: Path, kills: int, seed: int) -> list[int]:
+    """Numbers of files that the kills left, after a comparison with what an undisturbed run found."""
+    command = [sys.executable, str(SCRIPT), str(folder), str(kills), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=one_thread())
+    assert done.returncode == 0, done.stderr
+    # No file was thought damaged or another's, though processes died while they wrote.
+    assert done.stderr == ""
+    straight, again = (json.loads((folder / f"{name}.json").read_text()) for name in ("straight", "killed"))
+    assert again == straight
+    left: list[int] = json.loads((folder / "kills.json").read_text())
+    return left
+
+
+def one_thread() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow(reason="10 s, most of them imports; a crash at any step, below, needs no other process")
+def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    left = killed(tmp_path, 3, 0)
+    assert max(left, default=0) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_run_killed_many_times_ends_as_an_undisturbed_one(seed: int, tmp_path: Path) -> None:
+    left = killed(tmp_path, 12, seed)
+    assert max(left) > 0
+
+
+@pytest.mark.parametrize("call", [1, 2, 5, 9])
+def test_a_crash_at_any_step_changes_nothing(
+    call: int, setting: Setting, tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = trained(setting, None)
+    file = tmp_path / "seed0.safetensors"
+    with monkeypatch.context() as patched:
+        crash_at(call, patched)
+        with pytest.raises(Crash):
+            trained(setting, file)
+    assert len(list(tmp_path.iterdir())) == (call > 1) + (call > 5)
+    assert same(trained(setting, file), straight)
+    # What would have let it go on has gone; what it found has not, and is not looked for again.
+    assert [path.name for path in tmp_path.iterdir()] == ["seed0.safetensors"]
+    monkeypatch.setattr(training._Run, "epoch", None)
+    assert same(trained(setting, file), straight)
+
+
+def test_patience_is_counted_over_a_crash(
+    setting: Setting, tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Far too fast: every pass does harm, and the second is the last.
+    plans = {"rates": (50.0,), "epochs": 5}
+    file = tmp_path / "seed0.safetensors"
+    with monkeypatch.context() as patched:
+        crash_at(7, patched)
+        with pytest.raises(Crash):
+            trained(setting, file, **plans)
+    epoch, steps = training._Run.epoch, []
+
+    def counted(self: training._Run) -> None:
+        epoch(self)
+        steps.append(self.steps)
+
+    monkeypatch.setattr(training._Run, "epoch", counted)
+    assert trained(setting, file, **plans)[0].steps == 0
+    assert steps == [8]
+
+
+def damage(file: Path, how: str, setting: Setting) -> None:
+    content = bytearray(file.read_bytes())
+    if how == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "a flipped bit":
+        content[-20] ^= 1
+        file.write_bytes(content)
+    else:
+        other = file.with_name("other.safetensors")
+        trained(setting, other, epochs=2)
+        shutil.copy(other, file)
+        other.unlink()
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "a flipped bit", "of other settings"])
+@pytest.mark.parametrize("done", [False, True])
+def test_what_is_damaged_or_foreign_is_passed_over_with_a_line(
+    how: str, done: bool, setting: Setting, tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    straight = trained(setting, None)
+    file = tmp_path / "seed0.safetensors"
+    if done:
+        trained(setting, file)
+    else:
+        with monkeypatch.context() as patched:
+            crash_at(3, patched)
+            with pytest.raises(Crash):
+                trained(setting, file)
+    (kept,) = tmp_path.iterdir()
+    damage(kept, how, setting)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert same(trained(setting, file), straight)
+    (line,) = caplog.messages
+    assert "begins anew" in line
+    assert "\n" not in line
+    assert ("another training" if how == "of other settings" else "damaged") in line
+
+
+def test_other_states_are_another_training(
+    setting: Setting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "seed0.safetensors"
+    first = trained(setting, file)
+    setting.parts.fit.states[0][0, 0, 0] += 1e-3
+    changed = prepare(setting.plain, setting.parts, rows=V, exact=True, matrix=True, limit=1 << 24, seed=0)
+    with caplog.at_level(logging.WARNING):
+        second = trained(changed, file)
+    assert "another training" in caplog.text
+    assert not same(first, second)
+    assert same(second, trained(changed, None))
+
+
+def test_a_control_that_heads_share_is_trained_once(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = training.train
+    seen: list[tuple[str, int, bool]] = []
+
+    def counted(setting: Setting, head: Head, **plans: Any) -> Any:
+        seen.append((head.name, size(head), head.decoder.bias is not None))
+        return train(setting, head, **plans)
+
+    monkeypatch.setattr(training, "train", counted)
+    heads = {name: head_of(name) for name in ("mos", "trunk", "sigsoftmax")}
+    settings = fit.Settings(seeds=1, epochs=2, rates=(0.4,))
+    text = fit.Text(parts=setting.parts, facts=FACTS)
+
+    def chosen() -> tuple[str, list[float]]:
+        best, tried = choose.choose_head(heads, setting.plain, text, settings=settings, directory=tmp_path)
+        return best, [one.control_loss for one in tried]
+
+    first = chosen()
+    assert seen.count(("softmax", size(SoftmaxControl(setting.plain)), False)) == 1
+    # And for each head one of its size, unless another had that.
+    assert {name for name, _, _ in seen} == {*heads, "softmax"}
+    assert len(set(seen)) == len(seen) > 5
+    monkeypatch.setattr(training._Run, "epoch", None)
+    assert chosen() == first
