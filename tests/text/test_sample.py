@@ -138,7 +138,7 @@ def test_any_beginning_of_the_standard_library_is_a_mix() -> None:
 
 def test_the_standard_library_is_the_same_in_another_process() -> None:
     code = (
-        "import sys; from fullrank.diagnose import text\n"
+        "import sys; from fullrank.text import sample as text\n"
         "print(text.sha256(text.standard_library(limit=50000)))\n"
         "assert not {'torch', 'transformers', 'turtle'} & set(sys.modules)"
     )

@@ -254,7 +254,7 @@ def test_damage_is_found_and_built_again(damage: str, tmp_path: Path) -> None:
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from fullrank.train import data
+from fullrank.text import store as data
 from fullrank.train.config import DataConfig
 source, cache, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 write = data.write_whole
