@@ -15,7 +15,7 @@ from fullrank.fit import comparison as fit
 from fullrank.fit import controls, states, training
 from fullrank.fit.setting import prepare
 from fullrank.fit.trainee import Trainee
-from fullrank.heads import Head, build
+from fullrank.heads import HEADS, Head, build
 from fullrank.results.upgrade import TrainingText
 from fullrank.upgrade import choose
 
@@ -30,7 +30,7 @@ QUICK = fit.Settings(seeds=3, rates=(0.5,), epochs=10)
 def teacher(mixture: bool) -> tuple[Head, Tensor]:
     """A head over W, and states [windows, time, D]; the mixture's second component says the opposite."""
     generator = torch.Generator().manual_seed(3)
-    head = build("mos", hidden=D, vocab=V, components=2 if mixture else 1)
+    head = build("mos", hidden=D, vocab=V, components=2 if mixture else 1, centred=False)
     with torch.no_grad():
         head.decoder.weight.normal_(std=0.8, generator=generator)
         if mixture:
@@ -57,6 +57,9 @@ def plain_of(head: Head) -> Head:
 
 
 def student_of(plain: Head, name: str, **options: Any) -> Head:
+    if "centred" in HEADS[name].options():
+        # As an upgrade builds it.
+        options["centred"] = False
     head = build(name, hidden=D, vocab=V, **options)
     head.decoder.weight = plain.decoder.weight
     return head

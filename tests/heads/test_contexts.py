@@ -106,7 +106,37 @@ def test_default_mixture_starts_as_one_component_alone(mixture: Any, square: boo
     torch.testing.assert_close(head(inputs.states), expected, atol=1e-4, rtol=0)
 
     _, log_prior = head.contexts(inputs.each)
-    assert log_prior.exp().std(-1).mean() > 0.05, "the gates must be unequal, or no component ever differs"
+    assert log_prior.exp().std(-1).mean() > 0.005, "the gates must be unequal, or no component ever differs"
+
+
+@pytest.mark.parametrize("name", ["mos", "moss", "trunk", "doc"])
+def test_a_centred_mixture_keeps_the_plain_heads_row_as_its_mean(cases: dict[str, Any], name: str) -> None:
+    """sum_k prior_k context_k = P h, whatever gates and differences have become."""
+    head = cases[name].build().double()
+    inputs = cases[name].inputs(head, dtype=torch.float64)
+    contexts, log_prior = head.contexts(inputs.each)
+    assert (contexts[..., 0, :] - contexts[..., 1, :]).abs().max() > 0.1
+    mean = (log_prior.exp()[..., None] * contexts).sum(-2)
+    torch.testing.assert_close(mean, head.contexts.shared(inputs.each[0]))
+
+
+def test_a_step_of_adam_moves_centred_contexts_alike_at_every_width() -> None:
+    """Sixteen times the width moves a context's entries by four times as much; not centred, by sixteen."""
+
+    def moved(width: int, centred: bool) -> float:
+        torch.manual_seed(0)
+        head: Any = build("mos", hidden=width, vocab=7, components=2, centred=centred)
+        head.requires_grad_(False)
+        states = torch.randn(64, width)
+        before, _ = head.contexts([states])
+        # Adam's first step is the rate times the gradient's sign.
+        for number, row in enumerate(head.contexts.differences[0].weight):
+            row.add_(0.001 * states[0].sign() * (1 if number < width else -1))
+        after, _ = head.contexts([states])
+        return float((after - before)[0].abs().mean())
+
+    assert moved(512, True) / moved(32, True) == pytest.approx(4.0, rel=0.2)
+    assert moved(512, False) / moved(32, False) == pytest.approx(16.0, rel=0.2)
 
 
 def test_published_mixture_starts_with_unequal_components(cases: dict[str, Any]) -> None:

@@ -33,9 +33,9 @@ def test_its_rank_is_not_bounded_by_the_width(
     assert rank_of(cases[name], bias=biased) > 3 * (4 + 1)
 
 
-@pytest.mark.parametrize("name", ["doc", "doc-as-published"])
-def test_it_reads_each_layer_for_its_own_components(cases: dict[str, Any], name: str) -> None:
-    head = cases[name].build()
+@pytest.mark.parametrize("options", [{"centred": False}, {"as_published": True}], ids=["free", "published"])
+def test_it_reads_each_layer_for_its_own_components(cases: dict[str, Any], options: dict[str, bool]) -> None:
+    head = cases["doc"].build(**options)
     last, older = torch.randn(5, 6), torch.randn(5, 5)
     contexts, log_prior = head.contexts([last, older])
     moved, moved_prior = head.contexts([last, older + 1.0])

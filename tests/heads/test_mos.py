@@ -46,8 +46,21 @@ def test_published_contexts_are_tanh_of_a_linear_map(cases: dict[str, Any]) -> N
     torch.testing.assert_close(log_prior[0].exp(), logits.exp() / logits.exp().sum())
 
 
-def test_our_contexts_are_a_shared_map_plus_differences(cases: dict[str, Any]) -> None:
+def test_our_contexts_are_a_shared_map_plus_centred_differences(cases: dict[str, Any]) -> None:
     head = cases["mos"].build().double()
+    state = torch.randn(6, dtype=torch.float64)
+    contexts, log_prior = head.contexts([state[None]])
+    part, x = head.contexts.differences[0], state / 6**0.5
+    prior = torch.softmax(head.contexts.gate.weight @ x, 0)
+    torch.testing.assert_close(log_prior[0].exp(), prior)
+    deltas = [part.weight[4 * k : 4 * (k + 1)] @ x + part.bias[4 * k : 4 * (k + 1)] for k in range(3)]
+    mean = sum(prior[k] * deltas[k] for k in range(3))
+    for k in range(3):
+        torch.testing.assert_close(contexts[0, k], head.contexts.shared.weight @ state + deltas[k] - mean)
+
+
+def test_contexts_that_are_not_centred_are_a_shared_map_plus_differences(cases: dict[str, Any]) -> None:
+    head = cases["mos"].build(centred=False).double()
     state = torch.randn(6, dtype=torch.float64)
     contexts, _ = head.contexts([state[None]])
     part = head.contexts.differences[0]

@@ -14,22 +14,34 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def definition(
-    states: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, start: Tensor | None, *, tanh: bool
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    gate: Tensor,
+    start: Tensor | None,
+    *,
+    tanh: bool,
+    centred: bool,
 ) -> tuple[Tensor, Tensor]:
     states, weight, bias, gate = (each.double() for each in (states, weight, bias, gate))
+    if centred:
+        states = states / states.shape[-1] ** 0.5
     rows = (states @ weight.t() + bias).unflatten(-1, (gate.shape[0], -1))
+    log_prior = torch.log_softmax(states @ gate.t(), -1)
+    if centred:
+        rows = rows - (log_prior.exp()[..., None] * rows).sum(-2, keepdim=True)
     if start is not None:
         rows = rows + start.double()[..., None, :]
-    return torch.tanh(rows) if tanh else rows, torch.log_softmax(states @ gate.t(), -1)
+    return torch.tanh(rows) if tanh else rows, log_prior
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("started", [False, True])
-@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("form", ["plain", "tanh", "centred"])
 @pytest.mark.parametrize(
     ("shape", "K", "r", "H"), [((1,), 10, 20, 24), ((3, 7), 3, 5, 130), ((17,), 1, 33, 8)]
 )
-def test_rows_and_prior(shape, K, r, H, tanh, started):
+def test_rows_and_prior(shape, K, r, H, form, started):
     from fullrank.ops.decode import contexts as context_kernels
 
     draw = torch.Generator().manual_seed(0)
@@ -40,8 +52,9 @@ def test_rows_and_prior(shape, K, r, H, tanh, started):
     states, weight, bias, gate = some(*shape, H), some(K * r, H) / H**0.5, some(K * r), some(K, H)
     # As a head has it: the last entries of wider rows.
     start = some(*shape, r + 3)[..., 3:] if started else None
-    rows, log_prior = context_kernels.few_contexts(states, weight, bias, gate, start, tanh=tanh)
-    want, prior = definition(states, weight, bias, gate, start, tanh=tanh)
+    options = {"tanh": form == "tanh", "centred": form == "centred"}
+    rows, log_prior = context_kernels.few_contexts(states, weight, bias, gate, start, **options)
+    want, prior = definition(states, weight, bias, gate, start, **options)
     torch.testing.assert_close(rows.double(), want, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(log_prior.double(), prior, rtol=1e-5, atol=1e-5)
 
@@ -50,6 +63,7 @@ def test_rows_and_prior(shape, K, r, H, tanh, started):
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "mos": ("mos", {"components": 10}),
     "mos-as-published": ("mos", {"components": 3, "as_published": True}),
+    "mos-not-centred": ("mos", {"components": 10, "centred": False}),
     "trunk": ("trunk", {"components": 4, "private": 16}),
     "projected": ("mos", {"components": 4, "width": 48}),
 }

@@ -63,7 +63,7 @@ def parts_for(count: int = 63, time: int = 32) -> states.Parts:
 def mixture(*, same: bool) -> Head:
     """Two components: the same linear map of the state in both, or the state and its opposite."""
     generator = torch.Generator().manual_seed(1)
-    head = build("mos", hidden=D, vocab=V, components=2)
+    head = build("mos", hidden=D, vocab=V, components=2, centred=False)
     with torch.no_grad():
         head.decoder.weight.normal_(generator=generator)
         difference = head.contexts.differences[0].weight
@@ -91,7 +91,7 @@ def test_a_softmax_in_disguise_collapses_for_nothing() -> None:
 
 
 def test_what_is_a_softmax_already_costs_nothing_and_not_less() -> None:
-    head = build("mos", hidden=D, vocab=V, components=2)
+    head = build("mos", hidden=D, vocab=V, components=2, centred=False)
     found = closest(head, parts_for(14), settings=fit.Settings(epochs=1, rates=(1e-6,)))
     assert 0.0 <= found.cost.low <= found.cost.value <= found.cost.high < 1e-6
     assert found.start.value >= 0.0

@@ -115,7 +115,9 @@ def _contexts(name: str, width: int, components: int) -> nn.Module:
 
 def _built(name: str, width: int, components: int) -> RowHead:
     """The head for its rows alone."""
-    options = {"components": components} if "components" in HEADS[name].options() else {}
+    # Not centred: on a frozen body the components' common part is what refits the mean row.
+    known = {"components": components, "centred": False}
+    options = {option: value for option, value in known.items() if option in HEADS[name].options()}
     with without_matrix():
         return cast(RowHead, build(name, hidden=width, vocab=1, **options))
 

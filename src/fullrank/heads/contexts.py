@@ -4,14 +4,19 @@ Published (Yang et al. 2018, 1711.03953):
 
     context_k = tanh(L_k h + l_k),       prior = softmax(G h)
 
-Ours, the default:
+Ours, the default, with x = h / sqrt(H):
 
-    context_k = P h + L_k h + l_k,       L_k = 0 and l_k = 0 at the start,  G random
+    delta_k = A_k x + a_k,    prior = softmax(G x),    context_k = P h + delta_k - sum_j prior_j delta_j
+    A_k = 0 and a_k = 0 at the start, G small and random
 
-so that all components start equal, the mixture starts as the plain head with rows P h, and the unequal gates
-G alone make the components' gradients differ. Under one AdamW recipe, tuned for neither, the published form
-ended behind plain softmax and ours ahead of it (results/mixture_start.json). P is the identity where the
-widths allow it, so a trained plain head can be taken over as it is.
+All components start equal, so the mixture starts as the plain head with rows P h, and its mean context stays
+P h for ever: what a plain head would learn is left to the body, and the head's own parameters learn what
+only a mixture can say. Reading h / sqrt(H) keeps a step of Adam from moving contexts and gates by more the
+wider the state is. Together they let one rate serve body and head (docs/heads.md has the figures).
+
+`centred=False`: context_k = P h + L_k h + l_k with gates of unit size, for a body that is frozen: then the
+components' common part is all that can refit the mean context. P is the identity where the widths allow it,
+so a trained plain head can be taken over as it is.
 
 `sources` lists (width of the hidden state, number of contexts made from it), the last layer first; P and G
 read the last layer. `private` limits what the components own to the last `private` entries of the row.
@@ -27,6 +32,9 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.ops.arguments import compute_dtype
+
+GATES = 0.1
+"""Spread of the gates' logits at the start, on states of unit size: enough to tell the components apart."""
 
 
 class LockedDropout(nn.Module):
@@ -62,6 +70,7 @@ class Contexts(nn.Module):
         sources: tuple[tuple[int, int], ...],
         width: int,
         as_published: bool,
+        centred: bool = False,
         private: int | None = None,
         dropout: float = 0.0,
         shared_dropout: bool = False,
@@ -71,6 +80,8 @@ class Contexts(nn.Module):
         self.width, self.as_published = width, as_published
         self.private = width if private is None else private
         self.components = sum(count for _, count in sources)
+        # One component is its own mean: centred, nothing would be left of it.
+        self.centred = centred and not as_published and self.components > 1
         self.counts = tuple(count for _, count in sources)
         # The part of a row that all components share: in our form the whole row as the plain head has it.
         # It is drawn first, as the plain head draws it, so that one seed gives both the same start.
@@ -84,8 +95,8 @@ class Contexts(nn.Module):
             nn.Linear(source, count * self.private) if count else nn.Identity() for source, count in sources
         )
         if not as_published:
-            # Gate logits of about unit size on states of unit size: unequal from the first step on.
-            nn.init.normal_(self.gate.weight, std=hidden**-0.5)
+            # Unequal from the first step on: equal ones would give all components one gradient for ever.
+            nn.init.normal_(self.gate.weight, std=self._gate_spread)
             for difference in self.differences:
                 if isinstance(difference, nn.Linear):
                     nn.init.zeros_(difference.weight)
@@ -114,16 +125,27 @@ class Contexts(nn.Module):
             return found
         leading = states[0].shape[:-1]
         every = [
-            difference(state).view(*leading, count, self.private)
+            difference(self._read(state)).view(*leading, count, self.private)
             for state, difference, count in zip(states, self.differences, self.counts, strict=True)
             if count
         ]
         owned = every[0] if len(every) == 1 else torch.cat(every, dim=-2)
+        logits = self.gate(self._read(states[0]))
+        log_prior = torch.log_softmax(logits.to(compute_dtype(logits.dtype)), dim=-1)
+        if self.centred:
+            owned = owned - torch.matmul(log_prior.exp().to(owned.dtype)[..., None, :], owned)
         common, start = self._common(states[0])
         owned = torch.tanh(owned) if start is None else start[..., None, :] + owned
-        logits = self.gate(states[0])
-        log_prior = torch.log_softmax(logits.to(compute_dtype(logits.dtype)), dim=-1)
         return common, owned, log_prior
+
+    def _read(self, state: Tensor) -> Tensor:
+        """The state as gates and differences read it."""
+        return state * state.shape[-1] ** -0.5 if self.centred else state
+
+    @property
+    def _gate_spread(self) -> float:
+        """Of the gates' entries, for states of unit size."""
+        return GATES if self.centred else self.gate.in_features**-0.5
 
     def _common(self, state: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """What components share [..., D - r], and in our form what their own part starts from [..., r]."""
@@ -146,17 +168,19 @@ class Contexts(nn.Module):
         maps = [part for part in self.differences if isinstance(part, nn.Linear)]
         equal = not any(bool(part.weight.any()) or bool(part.bias.any()) for part in maps)
         if equal and not self.as_published:
-            self.gate.weight.normal_(std=self.gate.in_features**-0.5 / size)
+            self.gate.weight.normal_(std=self._gate_spread / size)
 
     def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
         """As `Head.pace`: gates move to logits of about unit size, a difference with the layer it reads."""
         if parameter.ndim < 2:
             return sizes[0] / self.width
         part, _, place = name.partition(".")
+        # The sum of the sizes of what a row of the parameter reads, over that of one entry of the state.
+        reads = parameter.shape[-1] ** (0.5 if self.centred and part != "shared" else 1.0)
         if part == "gate":
-            return 1.0 / (parameter.shape[-1] * sizes[0])
+            return 1.0 / (reads * sizes[0])
         share = sizes[0] / sizes[int(place.partition(".")[0])] if part == "differences" else 1.0
-        return share / parameter.shape[-1]
+        return share / reads
 
     def _parts_of_few(self, states: list[Tensor]) -> tuple[Tensor | None, Tensor, Tensor] | None:
         """The same from one kernel, for the few tokens of a decoding step; None where that cannot serve."""
@@ -179,7 +203,7 @@ class Contexts(nn.Module):
             return None
         common, start = self._common(state)
         owned, log_prior = context_kernels.few_contexts(
-            state, weight, bias, gate.weight, start, tanh=self.as_published
+            state, weight, bias, gate.weight, start, tanh=self.as_published, centred=self.centred
         )
         return common, owned, log_prior
 

@@ -34,6 +34,7 @@ class DirectOutputConnection(MixtureHead):
         bias: bool = False,
         dropout: float = 0.0,
         as_published: bool = False,
+        centred: bool = True,
     ) -> None:
         super().__init__(hidden=hidden, vocab=vocab, width=width, bias=bias)
         layers = ((hidden, 3), (hidden, 1)) if layers is None else tuple(layers)
@@ -48,7 +49,12 @@ class DirectOutputConnection(MixtureHead):
         self.state_widths = tuple(source for source, _ in layers)
         self.components = sum(count for _, count in layers)
         self.contexts = Contexts(
-            sources=layers, width=self.width, as_published=as_published, dropout=dropout, shared_dropout=True
+            sources=layers,
+            width=self.width,
+            as_published=as_published,
+            centred=centred,
+            dropout=dropout,
+            shared_dropout=True,
         )
         if as_published:
             for difference in self.contexts.differences:

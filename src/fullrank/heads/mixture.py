@@ -1,9 +1,10 @@
 """Mixtures of contexts: what mos, moss, moc, trunk and doc share.
 
-    rows and prior   those of `contexts.py`:  context_k = P x + L_k x + l_k,   prior = softmax(G x)
+    rows and prior   those of `contexts.py`, `centred` or not
 
 All components start equal, so such a mixture starts as a given output layer whatever its gates say. They are
-drawn for states of unit size, and divided by the size of those that come.
+drawn for states of unit size, and divided by the size of those that come. From a given layer a mixture is not
+centred unless asked: its body may be frozen.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class MixtureHead(RowHead):
                 f"as_published squeezes the contexts of {cls.name} by tanh, so no start of it is the "
                 "original: leave it out"
             )
+        if "centred" in cls.options():
+            made.setdefault("centred", False)
         return made
 
     @torch.no_grad()

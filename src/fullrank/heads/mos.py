@@ -36,12 +36,17 @@ class MixtureOfSoftmaxes(MixtureHead):
         bias: bool = False,
         dropout: float = 0.0,
         as_published: bool = False,
+        centred: bool = True,
     ) -> None:
         super().__init__(hidden=hidden, vocab=vocab, width=width, bias=bias)
         require_positive(components=components)
         self.components = components
         self.contexts = Contexts(
-            sources=((hidden, components),), width=self.width, as_published=as_published, dropout=dropout
+            sources=((hidden, components),),
+            width=self.width,
+            as_published=as_published,
+            centred=centred,
+            dropout=dropout,
         )
 
 
@@ -53,6 +58,16 @@ class MixtureOfContexts(MixtureOfSoftmaxes):
     name = "moc"
     worth_trying: ClassVar[bool] = False
     """No rank to gain: the control of mos."""
+
+    def __init__(
+        self, *, hidden: int, vocab: int, components: int = 4, width: int | None = None, bias: bool = False,
+        dropout: float = 0.0, as_published: bool = False,
+    ) -> None:  # fmt: skip
+        # Centred, its one row would be P h whatever the components are.
+        super().__init__(
+            hidden=hidden, vocab=vocab, components=components, width=width, bias=bias, dropout=dropout,
+            as_published=as_published, centred=False,
+        )  # fmt: skip
 
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return self.parts(states).rows, None

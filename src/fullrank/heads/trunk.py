@@ -37,6 +37,7 @@ class Trunk(MixtureHead):
         bias: bool = False,
         dropout: float = 0.0,
         as_published: bool = False,
+        centred: bool = True,
     ) -> None:
         super().__init__(hidden=hidden, vocab=vocab, width=width, bias=bias)
         private = max(1, self.width // 4) if private is None else private
@@ -49,6 +50,7 @@ class Trunk(MixtureHead):
             width=self.width,
             private=private,
             as_published=as_published,
+            centred=centred,
             dropout=dropout,
         )
 

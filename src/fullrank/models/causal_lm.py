@@ -39,6 +39,7 @@ from transformers.utils.generic import can_return_tuple
 
 from fullrank.errors import FullrankError
 from fullrank.heads import Head, build
+from fullrank.heads.registry import find
 from fullrank.models import cache_layer as remembered
 from fullrank.models.configuration import FullrankConfig
 
@@ -365,6 +366,9 @@ def build_head(config: FullrankConfig) -> Head:
     """The head that a configuration describes, with its own random weights."""
     options = dict(config.head or {})
     name = options.pop("name", "softmax")
+    if config.origin is not None and "centred" in find(name).options():
+        # Upgrades of version 0.1 were made before there was a choice.
+        options.setdefault("centred", False)
     hidden = options.pop("hidden", None) or config.get_text_config().hidden_size
     head = build(name, hidden=hidden, vocab=cast(int, config.vocab_size), **options)
     if config.softcap is not None:

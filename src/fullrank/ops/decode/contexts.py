@@ -2,9 +2,10 @@
 
     rows_k = f(L_k h + l_k + s),    log_prior = log_softmax(G h)
 
-with f the identity or tanh and s [r] what all components start from, or 0. torch takes up to six launches for
-this, which together can cost nearly as much as the scores of a vocabulary. L [K r, H] is read once for every
-16 tokens. All arithmetic is fp32, the products take the narrow dtype.
+with f the identity or tanh and s [r] what all components start from, or 0; `centred`, h is divided by sqrt(H)
+for both products, and a second kernel takes the mean of L_j h + l_j under the prior off every row. In torch
+this is up to ten launches, which together can cost nearly as much as the scores of a vocabulary. L [K r, H]
+is read once for every 16 tokens. All arithmetic is fp32, the products take the narrow dtype.
 """
 
 from __future__ import annotations
@@ -59,15 +60,15 @@ def products_of(  # type: ignore[no-untyped-def]
 
 @jit
 def write_rows(  # type: ignore[no-untyped-def]
-    states, weight, bias, start, rows, token, tokens, start_stride, block, H: tl.constexpr, r: tl.constexpr,
-    K: tl.constexpr, STARTED: tl.constexpr, TANH: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    states, weight, bias, start, rows, token, tokens, start_stride, block, scale, H: tl.constexpr,
+    r: tl.constexpr, K: tl.constexpr, STARTED: tl.constexpr, TANH: tl.constexpr, TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     output = block * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < K * r
     here = (token < tokens)[:, None] & inside[None, :]
     total = products_of(states, weight, token, tokens, output, K * r, H, TOKENS, OUTPUTS, INPUTS)
-    total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)[None, :]
+    total = total * scale + tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)[None, :]
     if STARTED:
         begin = tl.load(start + token[:, None] * start_stride + (output % r)[None, :], mask=here, other=0.0)
         total += begin.to(tl.float32)
@@ -81,11 +82,11 @@ def write_rows(  # type: ignore[no-untyped-def]
 
 @jit
 def write_prior(  # type: ignore[no-untyped-def]
-    states, gate, log_prior, token, tokens, H: tl.constexpr, K: tl.constexpr, COMPONENTS: tl.constexpr,
+    states, gate, log_prior, token, tokens, scale, H: tl.constexpr, K: tl.constexpr, COMPONENTS: tl.constexpr,
     TOKENS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     k = tl.arange(0, COMPONENTS)
-    logits = products_of(states, gate, token, tokens, k, K, H, TOKENS, COMPONENTS, INPUTS)
+    logits = products_of(states, gate, token, tokens, k, K, H, TOKENS, COMPONENTS, INPUTS) * scale
     logits = tl.where((k < K)[None, :], logits, float("-inf"))
     below = logits - tl.max(logits, axis=1)[:, None]
     result = below - tl.log(tl.sum(tl.exp(below), axis=1))[:, None]
@@ -95,7 +96,7 @@ def write_prior(  # type: ignore[no-untyped-def]
 
 @jit
 def contexts_kernel(  # type: ignore[no-untyped-def]
-    states, weight, bias, start, gate, rows, log_prior, tokens, start_stride, H: tl.constexpr,
+    states, weight, bias, start, gate, rows, log_prior, tokens, start_stride, scale, H: tl.constexpr,
     r: tl.constexpr, K: tl.constexpr, STARTED: tl.constexpr, TANH: tl.constexpr, COMPONENTS: tl.constexpr,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -103,17 +104,39 @@ def contexts_kernel(  # type: ignore[no-untyped-def]
     block = tl.program_id(0) - 1
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     if block < 0:
-        write_prior(states, gate, log_prior, token, tokens, H, K, COMPONENTS, TOKENS, INPUTS)
+        write_prior(states, gate, log_prior, token, tokens, scale, H, K, COMPONENTS, TOKENS, INPUTS)
     else:
         write_rows(
-            states, weight, bias, start, rows, token, tokens, start_stride, block,
+            states, weight, bias, start, rows, token, tokens, start_stride, block, scale,
             H, r, K, STARTED, TANH, TOKENS, OUTPUTS, INPUTS,
         )  # fmt: skip
 
 
+@jit
+def centre_kernel(  # type: ignore[no-untyped-def]
+    differences, log_prior, start, rows, start_stride, r: tl.constexpr, K: tl.constexpr,
+    STARTED: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """One token's differences [K, r] in fp32 less their mean under the prior, plus the start."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = d < r
+    begin = tl.zeros([OUTPUTS], tl.float32)
+    if STARTED:
+        begin += tl.load(start + token * start_stride + d, mask=inside, other=0.0).to(tl.float32)
+    for k in range(K):
+        share = tl.exp(tl.load(log_prior + token * K + k))
+        begin -= share * tl.load(differences + (token * K + k) * r + d, mask=inside, other=0.0)
+    for k in range(K):
+        place = (token * K + k) * r + d
+        own = tl.load(differences + place, mask=inside, other=0.0)
+        tl.store(rows + place, (begin + own).to(rows.dtype.element_ty), mask=inside)
+
+
 def few_contexts(
-    states: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, start: Tensor | None, *, tanh: bool
-) -> tuple[Tensor, Tensor]:
+    states: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, start: Tensor | None, *, tanh: bool,
+    centred: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """rows [..., K, r] and log_prior [..., K] in fp32 of states [..., H]: weight [K r, H], bias [K r], gate
     [K, H], start [..., r]."""
     (*leading, H), K = states.shape, gate.shape[0]
@@ -126,10 +149,18 @@ def few_contexts(
     if begin.stride(-1) != 1:
         begin = begin.contiguous()
     blocks = -(-K * r // OUTPUTS)
+    # Differences keep their digits until their mean is taken off.
+    made = torch.empty_like(rows, dtype=torch.float32) if centred else rows
     with on_device(states):
         contexts_kernel[(blocks + 1, -(-tokens // TOKENS))](
-            flat, weight, bias, begin, gate, rows, log_prior, tokens, begin.stride(0), H=H, r=r, K=K,
-            STARTED=start is not None, TANH=tanh, COMPONENTS=max(16, triton.next_power_of_2(K)),
-            TOKENS=TOKENS, OUTPUTS=OUTPUTS, INPUTS=INPUTS, num_warps=4, num_stages=4,
+            flat, weight, bias, begin, gate, made, log_prior, tokens, begin.stride(0),
+            H**-0.5 if centred else 1.0, H=H, r=r, K=K, STARTED=start is not None and not centred, TANH=tanh,
+            COMPONENTS=max(16, triton.next_power_of_2(K)), TOKENS=TOKENS, OUTPUTS=OUTPUTS, INPUTS=INPUTS,
+            num_warps=4, num_stages=4,
         )  # fmt: skip
+        if centred:
+            centre_kernel[(tokens, -(-r // INPUTS))](
+                made, log_prior, begin, rows, begin.stride(0), r=r, K=K, STARTED=start is not None,
+                OUTPUTS=INPUTS, num_warps=1,
+            )  # fmt: skip
     return rows, log_prior
