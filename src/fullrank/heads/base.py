@@ -202,6 +202,16 @@ class Head(nn.Module, ABC):
         matrix = set(self.decoder.parameters())
         return (item for item in self.named_parameters() if item[1] not in matrix)
 
+    def scored(self) -> int:
+        """Multiplications of a token's scores: the width of what W is multiplied with, times V."""
+        return self.width * self.vocab
+
+    def flops(self) -> int:
+        """Floating-point operations that a token costs in training: forward, and twice that backward, of its
+        scores and of the head's own maps."""
+        own = sum(parameter.numel() for _, parameter in self.own_parameters() if parameter.ndim > 1)
+        return 6 * (self.scored() + own)
+
     # What others ask of a class.
 
     @classmethod

@@ -168,6 +168,10 @@ class CacheHead(Head):
     def redraw(self, size: float) -> None:
         self.base.redraw(size)
 
+    def scored(self) -> int:
+        """Without the memory, whose size depends on the text."""
+        return self.base.scored()
+
     def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
         if name == "memory_weight":
             # In nats, and far from where it is going.

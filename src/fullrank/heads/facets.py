@@ -78,6 +78,9 @@ class MultiFacet(Head):
             each[:, :, hidden:].uniform_(-NOISE / 2, NOISE / 2)
             each[-1, :, hidden:] = 0.0
 
+    def scored(self) -> int:
+        return self.softmaxes * super().scored()
+
     @classmethod
     def options_for(cls, settings: Mapping[str, Any], widths: Sequence[int]) -> dict[str, Any]:
         """As many of the last layers as have one width, three as published at most."""

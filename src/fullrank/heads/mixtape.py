@@ -94,6 +94,10 @@ class Mixtape(Head):
         nn.init.normal_(self.gate.weight, std=hidden**-0.5)
         nn.init.normal_(self.token_gate, std=gate_width**-0.5)
 
+    def scored(self) -> int:
+        """Tokens that share their gates are one softmax of the mean context, the others K scores each."""
+        return self.width * (self.components * self.frequent + self.vocab - self.frequent)
+
     @classmethod
     def equal_size(cls, width: int) -> dict[str, int]:
         return {"width": width * 5 // 6, "components": 4}

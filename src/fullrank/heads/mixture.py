@@ -31,6 +31,9 @@ class MixtureHead(RowHead):
     mixture: ClassVar[bool] = True
     published: ClassVar[Mapping[str, Any] | None] = YANG
 
+    def scored(self) -> int:
+        return self.components * super().scored()
+
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return self.contexts(states)
 

@@ -69,6 +69,9 @@ class MixtureOfContexts(MixtureOfSoftmaxes):
             as_published=as_published, centred=False,
         )  # fmt: skip
 
+    def scored(self) -> int:
+        return self.width * self.vocab
+
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return self.parts(states).rows, None
 

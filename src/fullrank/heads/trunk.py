@@ -59,6 +59,9 @@ class Trunk(MixtureHead):
         # Ten components.
         return {"width": width * 23 // 24, "private": width * 5 // 24}
 
+    def scored(self) -> int:
+        return (self.width - self.private + self.components * self.private) * self.vocab
+
     def _loss(self, states: list[Tensor], labels: Labels, context: Tensor | None) -> Loss:
         # What the shared pass does not serve goes as whole rows: see `ops.trunk_nll`.
         plain = self.softcap is None and not labels.stats

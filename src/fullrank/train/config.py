@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fullrank.errors import FullrankError
+from fullrank.fit.optimiser import OptimiserConfig
 from fullrank.text.settings import DataConfig
 
 
@@ -77,32 +78,6 @@ class HeadConfig:
     """One matrix for input embedding and head."""
     balance: float = 0.0
     """Weight of DOC's penalty on unequal use of the components."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimiserConfig:
-    """How weights are updated."""
-
-    name: Literal["adamw", "nt-asgd"] = "adamw"
-    """nt-asgd: SGD that turns into averaged SGD once validation stops improving."""
-    lr: float = 2e-3
-    lr_head: float = 1.0
-    """Factor on the rate of a mixture's own parameters: gates and contexts."""
-    weight_decay: float = 1.2e-6
-    beta1: float = 0.9
-    beta2: float = 0.99
-    clip: float = 0.25
-    """Largest norm of the whole gradient; 0 clips nothing."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    warmup: float = 0.02
-    """Share of the steps over which the rate rises."""
-    final: float = 0.01
-    """Share of the rate that a cosine ends at."""
-    nonmonotone: int = 5
-    """nt-asgd averages once validation is worse than the best but this many evaluations ago."""
-    finetune_epochs: int = 0
-    """A second stage of at most so many epochs, averaged from its start, from the best weights."""
-    finetune_lr: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
+from fullrank.fit import optimiser
 from fullrank.heads.vocab_parallel import VocabParallelHead, clip_gradients, ignored_parameters, shard
 from fullrank.models import LanguageModel
 from fullrank.models.body import Carried
 from fullrank.text.store import Corpus
-from fullrank.train import evaluate, folder, optimiser, weights
+from fullrank.train import evaluate, folder, weights
 from fullrank.train.batches import Batch
 from fullrank.train.build import build, start_at_unigram
 from fullrank.train.checkpoint import Stored

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from fullrank.diagnose import monitors
 from fullrank.errors import FullrankError
+from fullrank.fit import optimiser
 from fullrank.models import LanguageModel
 from fullrank.text import store as data
-from fullrank.train import batches, checkpoint, evaluate, folder, monitor, optimiser, weights
+from fullrank.train import batches, checkpoint, evaluate, folder, monitor, weights
 from fullrank.train.config import Config, to_json
 from fullrank.train.journal import Journal, Show
 from fullrank.train.learner import Learner
@@ -212,9 +213,12 @@ class Session:
         batch = self.batches.take(state.cursor, self.rows)
         seed_step(config.seed, state.step, self.machine.process_index)
         self.rate = optimiser.rate(
-            config, state.step - state.stage_step, self.pace.stage_steps, length_scale=batch.length_scale,
+            config.optimiser, state.step - state.stage_step, self.pace.stage_steps,
             finetune=state.stage == "finetune",
         )  # fmt: skip
+        if config.jitter:
+            # A short sequence has fewer terms in its mean and a noisier gradient.
+            self.rate *= batch.length_scale
         nll, norm = self.learner.step(batch, self.rate)
         self.tally.add(state.step, state.cursor, loss=nll, norm=norm, tokens=batch.tokens)
         state.step += 1

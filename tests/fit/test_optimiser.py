@@ -1,20 +1,19 @@
-"""Updates: the schedule's shape, who is decayed, and NT-ASGD against torch's own ASGD."""
+"""Updates: who is decayed, who goes with Muon, and NT-ASGD against torch's own ASGD."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import itertools
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from fullrank.fit import optimiser
+from fullrank.fit.optimiser import OptimiserConfig
 from fullrank.heads.registry import HEADS
-from fullrank.train import optimiser
 from fullrank.train.build import build
-from fullrank.train.config import Config, OptimiserConfig, override
+from fullrank.train.config import override
 from fullrank.train.recipes import recipe
 
 CPU = torch.device("cpu")
@@ -27,35 +26,10 @@ def model(head: str = "mos") -> nn.Module:
     return build(override(recipe("awd-lstm", head), settings), 11)
 
 
-def rates(config: Config, steps: int) -> list[float]:
-    return [
-        optimiser.rate(config, step, steps, length_scale=1.0, finetune=False) for step in range(steps + 3)
-    ]
-
-
-def test_a_cosine_rises_falls_and_stays() -> None:
-    settings = OptimiserConfig(lr=2.0, warmup=0.1, final=0.25)
-    found = rates(Config(recipe="r", optimiser=settings), 100)
-    assert found[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
-    assert max(found) == found[9] == found[10] == 2.0
-    assert all(later < earlier for earlier, later in itertools.pairwise(found[10:100]))
-    # Half-way between the warm-up and the end a cosine is half-way between both rates.
-    assert found[55] == pytest.approx((2.0 + 0.5) / 2)
-    assert found[100:] == pytest.approx([0.5] * 3)
-
-
-def test_a_run_of_one_step_has_a_rate() -> None:
-    config = Config(recipe="r", optimiser=OptimiserConfig(lr=2.0))
-    assert rates(config, 1)[0] == 2.0
-
-
-def test_constant_and_length_and_finetune() -> None:
-    settings = OptimiserConfig(lr=3.0, schedule="constant", finetune_epochs=1, finetune_lr=5.0)
-    config = Config(recipe="r", optimiser=settings)
-    assert set(rates(config, 10)) == {3.0}
-    assert optimiser.rate(config, 0, 10, length_scale=0.5, finetune=True) == 5.0
-    jitter = dataclasses.replace(config, jitter=True)
-    assert optimiser.rate(jitter, 0, 10, length_scale=0.5, finetune=True) == 2.5
+def test_a_finetune_stage_has_its_own_rate() -> None:
+    settings = OptimiserConfig(lr=3.0, schedule="constant", warmup=0.0, finetune_epochs=1, finetune_lr=5.0)
+    assert optimiser.rate(settings, 0, 10) == 3.0
+    assert optimiser.rate(settings, 0, 10, finetune=True) == 5.0
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -87,6 +61,55 @@ def test_every_parameter_is_updated_once_and_only_matrices_decay() -> None:
     published = optimiser.make(made, OptimiserConfig(name="nt-asgd", weight_decay=0.5), CPU)
     assert {group["weight_decay"] for group in published.param_groups} == {0.5}
     assert isinstance(published, torch.optim.SGD)
+
+
+def test_muon_takes_hidden_matrices_and_moves_each_by_an_orthogonal_step() -> None:
+    made = model()
+    settings = OptimiserConfig(name="muon", lr=0.1, weight_decay=0.0)
+    update = optimiser.make(made, settings, CPU)
+    names = {id(one): name for name, one in made.named_parameters()}
+    taken = {names[id(one)] for group in update.param_groups if group["muon"] for one in group["params"]}
+    assert taken
+    assert not any("embedding" in name or name.startswith("head") or "bias" in name for name in taken)
+    assert sorted(id(one) for group in update.param_groups for one in group["params"]) == sorted(names)
+    before = {name: one.detach().clone() for name, one in made.named_parameters()}
+    torch.manual_seed(0)
+    for one in made.parameters():
+        one.grad = torch.randn_like(one)
+    update.step()
+    for name, one in made.named_parameters():
+        moved = before[name] - one.detach()
+        if name in taken:
+            # Newton-Schulz leaves all singular values near one: a gradient's would lie far apart.
+            values = torch.linalg.svdvals(moved)
+            assert values.max() / values.min() < 2.5
+            # Scaled to the size of an update of Adam's.
+            assert moved.square().mean().sqrt() == pytest.approx(0.02, rel=0.25)
+        else:
+            assert moved.abs() == pytest.approx(torch.full_like(moved, 0.1), rel=1e-3)
+
+
+def test_muons_state_is_saved_and_loaded_as_one_optimisers() -> None:
+    made = model()
+    settings = OptimiserConfig(name="muon", lr=0.1)
+
+    def step(update: torch.optim.Optimizer, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for one in made.parameters():
+            one.grad = torch.randn(one.shape, generator=generator)
+        update.step()
+
+    update = optimiser.make(made, settings, CPU)
+    step(update, 0)
+    kept, weights = copy.deepcopy(update.state), copy.deepcopy(made.state_dict())
+    step(update, 1)
+    after = copy.deepcopy(made.state_dict())
+    made.load_state_dict(weights)
+    again = optimiser.make(made, settings, CPU)
+    for (_, values), parameter in zip(kept.items(), update.state, strict=True):
+        again.state[parameter] = values
+    step(again, 1)
+    assert all(torch.equal(one, after[name]) for name, one in made.state_dict().items())
 
 
 def test_the_average_is_torchs_asgd() -> None:
