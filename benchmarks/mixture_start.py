@@ -1,4 +1,4 @@
-"""Our start of a mixture against the published one, under one AdamW recipe: where does each end?
+"""Three forms of a mixture's contexts under one AdamW recipe: where does each end?
 
     python -m benchmarks.mixture_start
 
@@ -15,6 +15,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -25,11 +26,13 @@ from fullrank.results import provenance, write_whole
 from fullrank.studies import ladder
 
 MIXTURES = ("moc", "mos", "moss", "trunk")
+FORMS = {"centred": {"centred": True}, "free": {"centred": False}, "published": {"as_published": True}}
+"""Of `heads/contexts.py`; moc knows no centred one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Train every mixture from both starts and write where they end."""
+    """Train every mixture in every form and write where they end."""
 
     seeds: int = 3
     """Languages, each with its own draws."""
@@ -39,8 +42,10 @@ class Config:
     """Where the figures go."""
 
 
-def final_kl(config: ladder.Config, name: str, as_published: bool | None) -> float:
-    options = {} if as_published is None else {"components": config.components, "as_published": as_published}
+def final_kl(config: ladder.Config, name: str, form: str | None) -> float:
+    options: dict[str, Any] = {} if form is None else {"components": config.components, **FORMS[form]}
+    if name == "moc":
+        options.pop("centred", None)
     truth = ladder.language(config)
     return ladder.climb(truth, name, config.width, options, config, math.nan, lambda share: None).kl
 
@@ -49,13 +54,13 @@ def main(config: Config) -> None:
     base = ladder.Config(
         contexts=256, vocabulary=128, rank=24, width=6, components=4, steps=config.steps, seed=0, heads=()
     )
-    forms: list[tuple[str, bool | None]] = [("softmax", None)]
-    forms += [(name, published) for name in MIXTURES for published in (False, True)]
+    forms: list[tuple[str, str | None]] = [("softmax", None)]
+    forms += [(name, form) for name in MIXTURES for form in FORMS if (name, form) != ("moc", "centred")]
     found: dict[str, list[float]] = {}
-    for name, published in track(forms, description="training", transient=True):
-        label = name if published is None else f"{name}, {'published' if published else 'ours'}"
+    for name, form in track(forms, description="training", transient=True):
+        label = name if form is None else f"{name}, {form}"
         found[label] = [
-            final_kl(dataclasses.replace(base, seed=seed), name, published) for seed in range(config.seeds)
+            final_kl(dataclasses.replace(base, seed=seed), name, form) for seed in range(config.seeds)
         ]
     drawn = Table(title=f"KL to the truth, nats per token, {config.seeds} languages, {config.steps} steps")
     for header in ("head", "mean", "least", "most"):
