@@ -193,7 +193,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 def test_a_killed_conversion_is_cleared_away(small: Path, tmp_path: Path, counted: list[Path]) -> None:
     code = f"""
 import os, pathlib, signal
-from fullrank.diagnose import gguf_files
+from fullrank.models import gguf_files
 def convert(file, directory):
     (directory / "model.safetensors").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)

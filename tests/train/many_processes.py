@@ -28,8 +28,8 @@ import torch.distributed as distributed
 from fullrank.errors import FullrankError
 from fullrank.train import checkpoint, learner, loop, weights
 from fullrank.train import processes as between
-from fullrank.train.build import build
 from fullrank.train.config import Config, override
+from fullrank.train.model import build
 from fullrank.train.recipes import recipe
 
 PROCESSES = 2

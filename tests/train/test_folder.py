@@ -14,9 +14,9 @@ import torch
 from fullrank.errors import FullrankError
 from fullrank.text import store as data
 from fullrank.train import checkpoint, folder
-from fullrank.train.build import build
 from fullrank.train.config import Config, DataConfig, override, to_json
 from fullrank.train.loop import Options, train
+from fullrank.train.model import build
 from fullrank.train.recipes import recipe
 
 SETTINGS = [

@@ -321,7 +321,8 @@ def test_a_batch_in_parts_is_the_batch(shop: Workshop, out: str) -> None:
 
 def test_the_order_of_a_step_is_sgd_by_hand(shop: Workshop, out: str) -> None:
     """One step of the loop is one step that anyone can write down."""
-    from fullrank.train.build import build
+    from fullrank.train.model import build
+    from fullrank.train.objective import Objective
 
     config = override(
         small("awd-lstm-ptb", "softmax", *NO_DROPOUT, "jitter=false", "steps=2", "evaluate_every=2"),
@@ -335,7 +336,7 @@ def test_the_order_of_a_step_is_sgd_by_hand(shop: Workshop, out: str) -> None:
     for start in (0, 5):
         rows = [tokens[row * size + start : row * size + start + 6].astype(np.int64) for row in range(4)]
         window = torch.from_numpy(np.stack(rows))
-        result = model(window[:, :-1], window[:, 1:], carried)
+        result = Objective(model)(window[:, :-1], window[:, 1:], carried)
         carried = result.carried
         model.zero_grad()
         result.value.backward()
@@ -462,7 +463,7 @@ def test_infinite_weights_in_a_checkpoint_stop_at_once(shop: Workshop, out: str)
     shop.run(config, out, StopAt(4))
     path = shop.path / out / "checkpoints"
     stored = checkpoint.read(checkpoint.path_of(path, "step", 4))
-    stored.groups["model"]["body.layers.0.weight_input"][0, 0] = math.inf
+    stored.groups["model"]["model.layers.0.weight_input"][0, 0] = math.inf
     checkpoint.write(path, "step", 4, stored.groups, stored.state)
     with pytest.raises(FullrankError, match=r"not finite at step 5 \(epoch 0, position 20 of the data\)"):
         shop.run(config, out)
@@ -481,7 +482,7 @@ def test_weights_that_no_loss_has_seen_are_not_kept(shop: Workshop, out: str, ev
     stored = checkpoint.read(checkpoint.path_of(path, "step", 4))
     vocabulary = json.loads(next((shop.path / out / "tokens").rglob("vocabulary.json")).read_text())
     row = vocabulary["words"].index("rare")
-    stored.groups["model"]["body.embedding.weight"][row] = 1e38
+    stored.groups["model"]["model.embedding.weight"][row] = 1e38
     checkpoint.write(path, "step", 4, stored.groups, stored.state)
     with pytest.raises(FullrankError, match="not finite after step 5") as caught:
         shop.run(config, out)

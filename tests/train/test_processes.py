@@ -159,10 +159,10 @@ def check_that_runs_differ(runs: Path, cases: tuple[str, ...]) -> None:
 
 
 def test_tied_weights_stay_one_parameter(runs: Path) -> None:
-    for name in ("fsdp-averaged", "fsdp-transformer"):
+    for name, embedding in (("fsdp-averaged", "embedding"), ("fsdp-transformer", "embed_in")):
         groups = last(runs / "two" / name).groups
-        assert "body.embedding.weight" in groups["model"]
-        assert "head.decoder.weight" not in groups["model"]
+        assert f"model.{embedding}.weight" in groups["model"]
+        assert "lm_head.decoder.weight" not in groups["model"]
 
 
 def test_monitors_see_the_whole_model(runs: Path) -> None:

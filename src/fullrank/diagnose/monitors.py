@@ -12,8 +12,8 @@ all V tokens. That one is computed in fp32: its error is an error of the prior, 
 context, so the table is that of a mixture all the same. Everything else is in fp64, from the states on, with
 the head's own small parameters in fp64, so that the noise floor is that of fp64 and no rank is rounding.
 
-`train.monitor` and `train.trainer_monitor` run a body for the states and give them to `measure`, which draws from a
-generator of its own: a run with monitors ends with the same weights as one without.
+`train.monitor` and `train.trainer_monitor` run a body for the states and give them to `measure`, which draws
+from a generator of its own: a run with monitors ends with the same weights as one without.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from fullrank.train import checkpoint as checkpoints
 from fullrank.train.config import Config, from_json, to_json
 
 if TYPE_CHECKING:
-    from fullrank.models import LanguageModel
+    from fullrank.models import FullrankForCausalLM
     from fullrank.text.store import Corpus
 
 CONFIG = "config.json"
@@ -163,7 +163,7 @@ class Run:
     path: Path
     config: Config
     corpus: Corpus
-    model: LanguageModel
+    model: FullrankForCausalLM
     """In eval mode, with the weights of `step`; those of the average where the run averaged."""
     step: int
 
@@ -176,17 +176,15 @@ def open_run(path: Path, *, checkpoint: str = "best", device: str = "cpu") -> Ru
     import torch
 
     from fullrank.text import store as data
-    from fullrank.train.build import build
+    from fullrank.train.model import build
 
     config = config_of(path)
     stored = _chosen(path, checkpoint)
     corpus = data.load(_tokens(path))
     model = build(config, corpus.vocabulary.size)
     load_weights(model, stored)
-    model.eval()
-    return Run(
-        path=path, config=config, corpus=corpus, model=model.to(torch.device(device)), step=stored.step
-    )
+    torch.nn.Module.to(model.eval(), torch.device(device))
+    return Run(path=path, config=config, corpus=corpus, model=model, step=stored.step)
 
 
 def _chosen(path: Path, which: str) -> checkpoints.Stored:
@@ -205,7 +203,7 @@ def _chosen(path: Path, which: str) -> checkpoints.Stored:
     return checkpoints.read(wanted[0])
 
 
-def load_weights(model: LanguageModel, stored: checkpoints.Stored) -> None:
+def load_weights(model: FullrankForCausalLM, stored: checkpoints.Stored) -> None:
     """Put a checkpoint's weights into a plain model: the average where there is one."""
     restore(model, weights_of(stored), stored.path)
 

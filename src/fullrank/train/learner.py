@@ -20,14 +20,14 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.heads.vocab_parallel import VocabParallelHead, clip_gradients, ignored_parameters, shard
-from fullrank.models import LanguageModel
-from fullrank.models.body import Carried
+from fullrank.models import FullrankForCausalLM
 from fullrank.text.store import Corpus
 from fullrank.train import evaluate, folder, optimiser, weights
 from fullrank.train.batches import Batch
-from fullrank.train.build import build, start_at_unigram
 from fullrank.train.checkpoint import Stored
 from fullrank.train.config import Config
+from fullrank.train.model import build, start_at_unigram, step_with_width
+from fullrank.train.objective import Carried, Objective
 
 
 class Learner:
@@ -53,15 +53,15 @@ class Learner:
             folder.restore(self.bare, stored.groups["model"], stored.path)
         elif config.head.unigram:
             tokens = corpus.splits["train"].tokens
-            counts = evaluate.token_counts(tokens, self.vocabulary)
-            start_at_unigram(self.bare.head, counts, lift=config.head.lift)
+            counts = evaluate.token_counts(tokens, self.bare.lm_head.vocab)
+            start_at_unigram(self.bare.lm_head, counts, lift=config.head.lift)
         self._spread(vocab_parallel=vocab_parallel, fsdp=fsdp)
         self.average: optimiser.Average | None = None
         self.carried: Carried = ()
         if stored is not None:
             self._restore(stored)
 
-    def blank(self) -> LanguageModel:
+    def blank(self) -> FullrankForCausalLM:
         """A whole model of this architecture, on the CPU."""
         return build(self.config, self.vocabulary)
 
@@ -76,22 +76,28 @@ class Learner:
                     "--set head.tie=false"
                 )
             self.bare.to(self.machine.device)
-            self.bare.head = shard(self.bare.head)
-            ignored_parameters(self.bare)
+            self.bare.lm_head = shard(self.bare.lm_head)
+        config = self.config
+        objective = Objective(
+            self.bare, activation=config.activation, temporal=config.temporal, balance=config.head.balance
+        )
+        if vocab_parallel:
+            ignored_parameters(objective)
         # FSDP2 gathers the weights of one of these after another.
-        self.bare._no_split_modules = sorted(  # type: ignore[assignment]
+        objective._no_split_modules = sorted(  # type: ignore[assignment]
             {
                 type(layer).__name__
-                for layers in self.bare.body.modules()
+                for layers in self.bare.model.modules()
                 if isinstance(layers, torch.nn.ModuleList)
                 for layer in layers
             }
         )
-        made = optimiser.make(self.bare, self.config.optimiser, self.machine.device)
-        self.model, self.optimiser = self.machine.prepare(self.bare, made)
-        self.bare = self.machine.unwrap_model(self.model)
+        made = optimiser.make(self.bare, config.optimiser, self.machine.device)
+        step_with_width(made, self.bare, config.body)
+        self.objective, self.optimiser = self.machine.prepare(objective, made)
+        self.bare = self.machine.unwrap_model(self.objective).model
         self.sharded = vocab_parallel or fsdp
-        self.plain: LanguageModel | None = None
+        self.plain: FullrankForCausalLM | None = None
         """The whole copy of a sharded model, on the main process."""
         if self.sharded and self.machine.is_main_process:
             self.plain = self.blank().to(self.machine.device)
@@ -151,11 +157,11 @@ class Learner:
         for number in range(parts):
             some = slice(number * size, (number + 1) * size)
             last = number + 1 == parts
-            quiet = contextlib.nullcontext() if last else self.machine.no_sync(self.model)
+            quiet = contextlib.nullcontext() if last else self.machine.no_sync(self.objective)
             with quiet:
                 before = tuple(tensor[some] for tensor in self.carried)
                 with torch.autocast(device, torch.bfloat16, enabled=half):
-                    out = self.model(ids[some], targets[some], before)
+                    out = self.objective(ids[some], targets[some], before)
                 self.machine.backward(out.value / parts)
             total += out.nll / parts
             carried.append(out.carried)
@@ -164,13 +170,13 @@ class Learner:
 
     def _clip(self) -> Tensor:
         most = self.config.optimiser.clip or math.inf
-        if isinstance(self.bare.head, VocabParallelHead):
+        if isinstance(self.bare.lm_head, VocabParallelHead):
             return clip_gradients(self.bare, most)
         norm = torch.nn.utils.clip_grad_norm_(self.bare.parameters(), most)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     @contextlib.contextmanager
-    def evaluated(self) -> Iterator[LanguageModel]:
+    def evaluated(self) -> Iterator[FullrankForCausalLM]:
         """The model to evaluate on this process: averaged where there is an average, whole where sharded."""
         with self.average.swapped_in(self.bare) if self.average is not None else contextlib.nullcontext():
             every = weights.gather(self.bare) if self.sharded else {}

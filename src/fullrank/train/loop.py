@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fullrank.diagnose import monitors
 from fullrank.errors import FullrankError
-from fullrank.models import LanguageModel
+from fullrank.models import FullrankForCausalLM
 from fullrank.text import store as data
 from fullrank.train import batches, checkpoint, evaluate, folder, monitor, optimiser, weights
 from fullrank.train.config import Config, to_json
@@ -134,7 +134,7 @@ class Session:
         if state.ended and finished(self.options.out / folder.LOG):
             return Outcome(reason="finished", step=state.step, steps=pace.steps, fresh=False)
         self._open(trackers)
-        self.learner.model.train()
+        self.learner.objective.train()
         every = pace.checkpoint_every
         while not state.ended:
             self._stage()
@@ -179,7 +179,7 @@ class Session:
         """Validation tokens that monitors look at: rows from all over the split."""
         tokens = self.corpus.splits["valid"].tokens
         length = min(self.config.length, len(tokens))
-        wanted = monitors.contexts_wanted(self.learner.bare.head)
+        wanted = monitors.contexts_wanted(self.learner.bare.lm_head)
         rows = max(1, min(-(-wanted // length) + 1, len(tokens) // length))
         starts = [round(row * (len(tokens) - length) / max(1, rows - 1)) for row in range(rows)]
         return torch.stack(
@@ -276,14 +276,14 @@ class Session:
                     checkpoint.write(self.checkpoints, "best", state.step, best, about)
         self._decide()
 
-    def _score(self, model: LanguageModel, split: str, limit: int) -> evaluate.Evaluation:
+    def _score(self, model: FullrankForCausalLM, split: str, limit: int) -> evaluate.Evaluation:
         config = self.config
         return evaluate.evaluate(
             model, self.corpus.splits[split], eos=self.corpus.vocabulary.eos, batch=config.evaluate_batch,
             length=config.length, limit=limit, device=self.machine.device,
         )  # fmt: skip
 
-    def _measured(self, model: LanguageModel) -> dict[str, Any]:
+    def _measured(self, model: FullrankForCausalLM) -> dict[str, Any]:
         """The monitors; a model too strange to be measured trains on, and may recover."""
         try:
             return monitor.measure(model, self._ids.to(self.machine.device), seed=self.config.seed)
