@@ -101,7 +101,7 @@ def test_what_is_finished_is_kept(
     lost = place / "study" / "runs" / "sink-seed1"
     shutil.rmtree(lost)
     # A run from before there was a setting for it.
-    old = place / "study" / "runs" / "softmax-seed0" / "config.json"
+    old = place / "study" / "runs" / "softmax-seed0" / "run.json"
     document = json.loads(old.read_text())
     del document["config"]["body"]["normaliser"]
     old.write_text(json.dumps(document))

@@ -148,7 +148,7 @@ def refusals(folder: Path) -> None:
     for name, (case, expected) in wrong.items():
         with pytest.raises(FullrankError, match=expected):
             loop.train(case.config(), options(folder, "wrong", name, case, PROCESSES))
-        assert not (folder / "wrong" / name / "config.json").exists()
+        assert not (folder / "wrong" / name / "run.json").exists()
     case = CASES["softmax"]
     own = override(case.config(), [f"seed={os.environ['RANK']}"])
     with pytest.raises(FullrankError, match="different config"):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from fullrank.errors import FullrankError
 from fullrank.train import batches, checkpoint, folder
@@ -239,7 +240,12 @@ def test_the_case_with_an_average_has_all_it_should(whole: Callable[[str], Path]
     assert before[0] is False
     assert before[-1] is True
     assert True in averaged
-    assert "average" in final(path).groups
+    groups = final(path).groups
+    assert any(not torch.equal(groups["live"][name], groups["model"][name]) for name in groups["live"])
+    # Evaluation takes the average, and so does whoever loads the directory.
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint.found(path / "checkpoints", "step")[-1])
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, groups["model"][name])
     assert state["averaged"] == state["step"] - state["stage_step"]
     rates = {line["lr"] for line in shop.log(path.name) if line["event"] == "train"}
     assert rates == {20.0, 5.0}
@@ -542,7 +548,7 @@ def test_a_full_disk_costs_nothing_that_was_there(shop: Workshop, out: str) -> N
 def test_text_that_is_too_short(shop: Workshop, out: str) -> None:
     with pytest.raises(FullrankError, match="one batch of 40 sequences of 70 needs 2801"):
         shop.run(small("awd-lstm", "softmax", "batch=40", "length=70"), out)
-    assert not (shop.path / out / "config.json").exists()
+    assert not (shop.path / out / "run.json").exists()
 
 
 @pytest.mark.slow

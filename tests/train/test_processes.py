@@ -153,7 +153,7 @@ def check_that_runs_differ(runs: Path, cases: tuple[str, ...]) -> None:
             # Rows differ by far more than the tolerance: rows in another order would be seen.
             assert all(tensor.shape[0] == 8 and tensor.std(0).max() > 1e-3 for tensor in carried.values())
         if name.endswith("averaged"):
-            assert "average" in last(runs / "one" / name).groups
+            assert "live" in last(runs / "one" / name).groups
             assert any(line["averaged"] for line in lines(runs / "one" / name, "evaluate"))
     assert last(runs / "one" / "mos").step == many.STEPS
 

@@ -50,7 +50,7 @@ class Learner:
         """The model itself, without what accelerate puts around it."""
         self.parameters = sum(parameter.numel() for parameter in self.bare.parameters())
         if stored is not None:
-            folder.restore(self.bare, stored.groups["model"], stored.path)
+            folder.restore(self.bare, stored.groups.get("live") or stored.groups["model"], stored.path)
         elif config.head.unigram:
             tokens = corpus.splits["train"].tokens
             counts = evaluate.token_counts(tokens, self.bare.lm_head.vocab)
@@ -106,12 +106,12 @@ class Learner:
         """Optimiser, average and carried state of a checkpoint."""
         weights.scatter_optimiser(self.bare, self.inner_optimiser, stored.groups["optimiser"])
         # An average that has begun may have no iterate yet.
-        if "average" in stored.groups:
+        if "live" in stored.groups:
             self.average = optimiser.Average(self.bare)
             self.average.count = stored.state.get("averaged", 0)
             self.average.mean = {
                 name: weights.part(
-                    self.bare, name, parameter, stored.groups["average"][weights.plain_name(name)]
+                    self.bare, name, parameter, stored.groups["model"][weights.plain_name(name)]
                 ).clone()
                 for name, parameter in self.bare.named_parameters()
             }
@@ -187,12 +187,12 @@ class Learner:
     def whole(self) -> dict[str, weights.Whole]:
         """All that a checkpoint holds of this, by group."""
         groups = {
-            "model": weights.gather(self.bare),
+            "model": weights.gather_model(self.bare, None if self.average is None else self.average.mean),
             "optimiser": weights.gather_optimiser(self.bare, self.inner_optimiser),
             "carried": self._whole_carried(),
         }
         if self.average is not None:
-            groups["average"] = weights.gather(self.bare, self.average.mean)
+            groups["live"] = weights.gather_model(self.bare)
         return groups
 
     def _whole_carried(self) -> weights.Whole:

@@ -32,6 +32,7 @@ from fullrank.train.config import Config, to_json
 from fullrank.train.journal import Journal, Show
 from fullrank.train.learner import Learner
 from fullrank.train.log import available, finished
+from fullrank.train.model import model_files
 from fullrank.train.pace import Pace, own_rows
 from fullrank.train.processes import Stop, accelerator, joined, one_voice, require_same, seed_step
 from fullrank.train.state import State
@@ -94,6 +95,7 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
             folder.claim(options.out, config, corpus.digest)
             folder.link_tokens(corpus.folder, options.out / folder.TOKENS)
             checkpoint.drop_best(options.out / folder.CHECKPOINTS, after=session.state.step)
+            session.publish()
         try:
             return session.run(stop, trackers)
         finally:
@@ -128,6 +130,7 @@ class Session:
         self.tally = Tally(machine, self.state.counts)
         self.journal = Journal(machine, options.out, self.state, show, steps=self.pace.steps)
         self._saved = self.state.step if self.resumed else -1
+        self._files = model_files(self.learner.bare, corpus.vocabulary) if self.main else {}
 
     def run(self, stop: Stop, trackers: tuple[str, ...]) -> Outcome:
         pace, state = self.pace, self.state
@@ -197,7 +200,7 @@ class Session:
             if state.best_step is not None:
                 # The main process may still be writing it.
                 self.machine.wait_for_everyone()
-                weights.scatter(self.learner.bare, folder.weights_of(self._best()))
+                weights.scatter(self.learner.bare, self._best().groups["model"])
             state.stage, state.stage_step, state.history = "finetune", state.step, []
             self._begin_average()
             self.learner.carried = ()
@@ -272,9 +275,16 @@ class Session:
             if state.best_loss is None or loss < state.best_loss:
                 state.best_loss, state.best_step = loss, state.step
                 if self.main:
-                    best, about = {"model": weights.gather(model)}, {"loss": loss, "averaged": averaged}
-                    checkpoint.write(self.checkpoints, "best", state.step, best, about)
+                    best, about = {"model": weights.gather_model(model)}, {"loss": loss, "averaged": averaged}
+                    checkpoint.write(self.checkpoints, "best", state.step, best, about, self._files)
+                    self.publish()
         self._decide()
+
+    def publish(self) -> None:
+        """The run directory is the best model so far."""
+        best = checkpoint.found(self.checkpoints, "best")
+        if best:
+            folder.publish(best[-1])
 
     def _score(self, model: FullrankForCausalLM, split: str, limit: int) -> evaluate.Evaluation:
         config = self.config
@@ -315,13 +325,14 @@ class Session:
         if self._saved == state.step:
             return
         groups = self.learner.whole()
-        if not all(bool(torch.isfinite(one).all()) for one in groups["model"].values()):
+        live = groups.get("live", groups["model"])
+        if not all(bool(torch.isfinite(one).all()) for one in live.values()):
             # A finite gradient times a large rate: no loss has seen these weights yet.
             raise self._not_finite("the weights are not finite after", state.step, self.tally.last)
         state.counts = self.tally.to_json()
         if self.main:
             self.journal.sync()
-            checkpoint.write(self.checkpoints, "step", state.step, groups, state.to_json())
+            checkpoint.write(self.checkpoints, "step", state.step, groups, state.to_json(), self._files)
             # Not before: the checkpoint just written is the first that names the new best.
             checkpoint.prune(self.checkpoints, self.config.keep)
         self._saved = state.step
@@ -342,7 +353,7 @@ class Session:
         """Validation and test with the best weights."""
         if self.main:
             model, best = self.learner.blank(), self._best()
-            folder.load_weights(model, best)
+            folder.restore(model, best.groups["model"], best.path)
             model.to(self.machine.device)
             limit = self.config.final_tokens
             valid, test = self._score(model, "valid", limit), self._score(model, "test", limit)

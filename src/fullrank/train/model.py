@@ -12,6 +12,9 @@ A head takes from the settings what it has options for, and for a body's widths 
 
 from __future__ import annotations
 
+import copy
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,10 @@ from fullrank.errors import FullrankError
 from fullrank.heads.base import Head, require_positive
 from fullrank.heads.registry import find as find_head
 from fullrank.models import AwdLstmConfig, FullrankConfig, FullrankForCausalLM, bodies
+from fullrank.models.anatomy import longest
+from fullrank.models.loading import quiet
+from fullrank.models.tokenizer import as_tokenizer
+from fullrank.text.vocabulary import Vocabulary
 from fullrank.train.config import BodyConfig, Config
 
 
@@ -98,6 +105,21 @@ def _body(config: Config, vocab: int, embedding: int) -> Any:
         dropout_hidden=body.dropout_hidden,
         weight_drop=body.weight_drop,
     )
+
+
+def model_files(model: FullrankForCausalLM, vocabulary: Vocabulary) -> dict[str, str]:
+    """What stands beside the weights in a directory of transformers: configuration, generation, tokenizer."""
+    from transformers import GenerationConfig
+
+    # A line's end is no text's end.
+    end = None if vocabulary.level == "words" else vocabulary.eos
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    generation = GenerationConfig(bos_token_id=vocabulary.eos, eos_token_id=end, pad_token_id=vocabulary.eos)
+    with tempfile.TemporaryDirectory() as place, quiet():
+        for part in (config, generation, as_tokenizer(vocabulary, longest=longest(model))):
+            part.save_pretrained(place)
+        return {file.name: file.read_text(encoding="utf8") for file in sorted(Path(place).iterdir())}
 
 
 @torch.no_grad()

@@ -54,6 +54,18 @@ def gather(model: nn.Module, values: dict[str, Tensor] | None = None) -> Whole:
     return {plain_name(name): whole(model, name, value) for name, value in values.items()}
 
 
+def stored_buffers(model: nn.Module) -> Whole:
+    """What a model stores beside its parameters, as mixtape its order of tokens."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {plain_name(name): value for name, value in model.state_dict().items() if name not in parameters}
+
+
+def gather_model(model: nn.Module, values: dict[str, Tensor] | None = None) -> Whole:
+    """All that `save_pretrained` would store, a tied matrix once; `values` are others for the parameters."""
+    buffers = {name: value.to("cpu", copy=True) for name, value in stored_buffers(model).items()}
+    return {**gather(model, values), **buffers}
+
+
 @torch.no_grad()
 def scatter(model: nn.Module, weights: Whole) -> None:
     """Put whole weights into a model; their names and shapes were checked before."""
