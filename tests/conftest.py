@@ -144,7 +144,7 @@ def write_run(tmp_path: Path, run_lines: Callable[..., list[dict[str, Any]]]) ->
         run.mkdir()
         lines = run_lines(**options) if lines is None else lines
         document = {"version": 1, "config": lines[0].get("config", {}), "data": "0f1e2d"}
-        (run / "config.json").write_text(json.dumps(document))
+        (run / "run.json").write_text(json.dumps(document))
         (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return run
 

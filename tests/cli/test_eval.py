@@ -15,9 +15,6 @@ import tyro
 from fullrank import results
 from fullrank.cli.eval import Eval, evaluate
 from fullrank.errors import FullrankError
-from fullrank.heads.registry import build
-from fullrank.models import LanguageModel
-from fullrank.models.awd_lstm import AwdLstm
 from fullrank.results import Evaluated
 from fullrank.text.vocabulary import Words
 from fullrank.train import folder
@@ -25,6 +22,7 @@ from fullrank.train.cache import Cache
 from fullrank.train.config import Config
 from fullrank.train.dynamic import Dynamic
 from fullrank.train.evaluate import evaluate as plainly
+from tests import small_models
 
 V = 9
 
@@ -38,8 +36,7 @@ def split(length: int, seed: int) -> SimpleNamespace:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run of untrained weights, as `open_run` gives it."""
     torch.manual_seed(0)
-    body = AwdLstm(vocab=V, embedding=6, hidden=8, last=6, layers=2)
-    model = LanguageModel(body, build("mos", hidden=6, vocab=V, components=2)).eval()
+    model = small_models.lstm("mos", vocab=V, options={"components": 2}).eval()
     corpus = SimpleNamespace(
         vocabulary=Words(["<eos>", *"abcdefgh"]),
         splits={"train": split(600, 1), "valid": split(150, 2), "test": split(200, 3)},

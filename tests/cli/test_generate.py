@@ -12,20 +12,17 @@ import tyro
 
 from fullrank.cli.generate import Generate, generate
 from fullrank.errors import FullrankError
-from fullrank.heads.registry import build
-from fullrank.models import LanguageModel
-from fullrank.models.awd_lstm import AwdLstm
 from fullrank.text.vocabulary import Words
 from fullrank.train import folder
 from fullrank.train.generate import generate as sample
+from tests import small_models
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.manual_seed(0)
     words = Words(["<eos>", "<unk>", *"abcdefg"])
-    body = AwdLstm(vocab=words.size, embedding=6, hidden=8, last=6, layers=1)
-    model = LanguageModel(body, build("softmax", hidden=6, vocab=words.size)).eval()
+    model = small_models.lstm(vocab=words.size, layers=1).eval()
     made = SimpleNamespace(model=model, corpus=SimpleNamespace(vocabulary=words))
     monkeypatch.setattr(folder, "open_run", lambda path, *, checkpoint, device: made)
     return made

@@ -246,7 +246,7 @@ class TestBadInput:
         said = refused(arguments("bad", *more))
         self.one_sentence(said)
         assert expected in said
-        assert not (place / "bad" / "config.json").exists()
+        assert not (place / "bad" / "run.json").exists()
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
     def test_no_such_device(
@@ -286,7 +286,7 @@ class TestBadInput:
             for split in ("train", "valid", "test"):
                 (source / f"{split}.txt").write_text(" \n\n")
         self.one_sentence(refused(arguments("bad", data=source.name)))
-        assert not (place / "bad" / "config.json").exists()
+        assert not (place / "bad" / "run.json").exists()
 
     def test_a_word_outside_the_vocabulary(
         self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]], place: Path

@@ -12,8 +12,8 @@ from torch import nn
 from fullrank.fit import optimiser
 from fullrank.fit.optimiser import OptimiserConfig
 from fullrank.heads.registry import HEADS
-from fullrank.train.build import build
 from fullrank.train.config import override
+from fullrank.train.model import build
 from fullrank.train.recipes import recipe
 
 CPU = torch.device("cpu")
@@ -38,9 +38,9 @@ def test_a_heads_own_parameters_have_their_own_rate(head: str) -> None:
     own = optimiser.own_parameters(made)
     names = {name for name, _ in made.named_parameters()}
     assert own <= names
-    assert all(name.startswith("head.") and "decoder" not in name for name in own)
-    matrix = {id(made.head.decoder.weight), id(made.head.decoder.bias)}
-    rest = {name for name, one in made.head.named_parameters(prefix="head") if id(one) not in matrix}
+    assert all(name.startswith("lm_head.") and "decoder" not in name for name in own)
+    matrix = {id(made.lm_head.decoder.weight), id(made.lm_head.decoder.bias)}
+    rest = {name for name, one in made.lm_head.named_parameters(prefix="lm_head") if id(one) not in matrix}
     assert own == rest & names
 
     settings = OptimiserConfig(lr=1.0, lr_head=0.25)

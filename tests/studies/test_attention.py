@@ -21,8 +21,8 @@ from fullrank.train.learner import Learner
 from fullrank.train.loop import Outcome
 
 SMALL = (
-    "data.level=bytes", "body.hidden=16", "body.heads=2", "body.inner=16", "body.layers=1", "length=12",
-    "batch=4", "final_tokens=256", "evaluate_tokens=128", "optimiser.lr=0.05",
+    "data.level=bytes", "body.hidden=16", "body.rate_width=16", "body.heads=2", "body.inner=16",
+    "body.layers=1", "length=12", "batch=4", "final_tokens=256", "evaluate_tokens=128", "optimiser.lr=0.05",
 )  # fmt: skip
 CONFIG = attention.Config(normalisers=("softmax", "sparsemax", "sink"), seeds=(0, 1), steps=6, changes=SMALL)
 
@@ -85,14 +85,14 @@ def test_measures_know_the_normalisers_apart(record: AttentionStudy) -> None:
 
 def test_measures_of_uniform_attention_are_exact(place: Path, record: AttentionStudy) -> None:
     run = attention.open_run(place / "study" / "runs" / "softmax-seed0")
-    for layer in run.model.body.model.layers:
+    for layer in run.model.model.layers:
         torch.nn.init.zeros_(layer.attention.query_key_value.weight)
         torch.nn.init.zeros_(layer.attention.query_key_value.bias)
     (layer,) = attention.measure(run)
     # Queries that see 7 to 12 positions, all alike.
     assert layer.effective_tokens == pytest.approx(9.5, rel=1e-6)
     assert layer.first_mass == pytest.approx(sum(1 / count for count in range(7, 13)) / 6, rel=1e-6)
-    assert run.model.body.model.config._attn_implementation == "sdpa"
+    assert run.model.model.config._attn_implementation == "sdpa"
 
 
 def test_what_is_finished_is_kept(
@@ -101,7 +101,7 @@ def test_what_is_finished_is_kept(
     lost = place / "study" / "runs" / "sink-seed1"
     shutil.rmtree(lost)
     # A run from before there was a setting for it.
-    old = place / "study" / "runs" / "softmax-seed0" / "config.json"
+    old = place / "study" / "runs" / "softmax-seed0" / "run.json"
     document = json.loads(old.read_text())
     del document["config"]["body"]["normaliser"]
     old.write_text(json.dumps(document))

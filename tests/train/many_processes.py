@@ -28,8 +28,8 @@ import torch.distributed as distributed
 from fullrank.errors import FullrankError
 from fullrank.train import checkpoint, learner, loop, weights
 from fullrank.train import processes as between
-from fullrank.train.build import build
 from fullrank.train.config import Config, override
+from fullrank.train.model import build
 from fullrank.train.recipes import recipe
 
 PROCESSES = 2
@@ -148,7 +148,7 @@ def refusals(folder: Path) -> None:
     for name, (case, expected) in wrong.items():
         with pytest.raises(FullrankError, match=expected):
             loop.train(case.config(), options(folder, "wrong", name, case, PROCESSES))
-        assert not (folder / "wrong" / name / "config.json").exists()
+        assert not (folder / "wrong" / name / "run.json").exists()
     case = CASES["softmax"]
     own = override(case.config(), [f"seed={os.environ['RANK']}"])
     with pytest.raises(FullrankError, match="different config"):

@@ -223,7 +223,7 @@ def test_body_chooses_the_kind() -> None:
     assert isinstance(streams, Streams)
     assert (streams.batch, streams.length, streams.jitter, streams.seed) == (2, 8, True, 4)
     windows = for_training(
-        Config(recipe="x", batch=2, length=8, seed=4, body=BodyConfig(kind="transformer")), numbered(100)
+        Config(recipe="x", batch=2, length=8, seed=4, body=BodyConfig(kind="neox")), numbered(100)
     )
     assert isinstance(windows, Windows)
     assert windows.seed == 4

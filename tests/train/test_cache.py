@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullrank.errors import FullrankError
-from fullrank.heads.registry import build
-from fullrank.models import LanguageModel
-from fullrank.models.awd_lstm import AwdLstm
+from fullrank.models import FullrankForCausalLM
 from fullrank.models.loading import Loaded
 from fullrank.train import cache as module
 from fullrank.train.cache import Cache, Trace, evaluate_cache, trace, trace_transformers, tune, with_cache
 from fullrank.train.evaluate import evaluate, token_losses
 from fullrank.upgrade.original import EveryRow
+from tests import small_models
 
 V = 6
 EOS = 0
@@ -116,10 +115,11 @@ def test_looks_back_only() -> None:
     np.testing.assert_allclose(after[35:], before[35:], rtol=1e-6)
 
 
-def model() -> LanguageModel:
+def model() -> FullrankForCausalLM:
     torch.manual_seed(0)
-    body = AwdLstm(vocab=V, embedding=5, hidden=7, last=5, layers=2, dropout=0.5, weight_drop=0.5)
-    return LanguageModel(body, build("mos", hidden=5, vocab=V, components=2))
+    return small_models.lstm(
+        "mos", vocab=V, embedding=5, inner=7, last=5, options={"components": 2}, dropout=0.5, weight_drop=0.5
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -130,7 +130,7 @@ def test_a_trace_is_the_states_that_predicted(batch: int, monkeypatch: pytest.Mo
     # What the head reads: its loss on these states is the loss.
     net.eval()
     with torch.no_grad():
-        losses = net.head(
+        losses = net.lm_head(
             torch.from_numpy(way.states), torch.from_numpy(tokens.astype(np.int64)), reduction="none"
         )
     np.testing.assert_allclose(losses.numpy(), way.losses, rtol=1e-5)
@@ -138,7 +138,6 @@ def test_a_trace_is_the_states_that_predicted(batch: int, monkeypatch: pytest.Mo
     on_disk = trace(net, tokens, eos=EOS, batch=batch, length=7)
     assert isinstance(on_disk.states, np.memmap)
     np.testing.assert_array_equal(on_disk.states, way.states)
-    assert not net.body._forward_hooks
 
 
 def test_end_to_end() -> None:

@@ -122,7 +122,7 @@ def test_the_layer_that_is_asked_is_the_model(shop: Shop, head: str) -> None:
     states = collected.states_of(run, text, collected.windows_of(run, text, 32), memory=1 << 30)
     assert states.single
     assert states.hidden.shape == (512, D)
-    losses = diagnosed._output(run.model.head).losses(states.hidden, states.targets)
+    losses = diagnosed._output(run.model.lm_head).losses(states.hidden, states.targets)
     own = token_losses(
         run.model, text.tokens[:512], eos=run.corpus.vocabulary.eos, batch=1, length=run.config.length
     )
@@ -132,7 +132,7 @@ def test_the_layer_that_is_asked_is_the_model(shop: Shop, head: str) -> None:
 @pytest.mark.parametrize("name", ["lstm-softmax", "lstm-mos"])
 def test_the_spectrum_is_that_of_the_matrix(shop: Shop, name: str) -> None:
     record = diagnose_run(shop.run(name), settings=SMALL, only=["spectrum"])
-    weight = open_run(shop.run(name)).model.head.decoder.weight.detach().double()
+    weight = open_run(shop.run(name)).model.lm_head.decoder.weight.detach().double()
     expected = torch.linalg.svdvals(weight).tolist()
     assert record.spectrum is not None
     assert record.spectrum.singular_values == pytest.approx(expected, rel=1e-9)
@@ -170,7 +170,7 @@ def test_a_mixture_whose_components_agree_has_the_rank_of_one(
 ) -> None:
     """The rank is the mixture's own, not one that its name promises."""
     run = open_run(shop.run("lstm-mos"))
-    contexts: Any = run.model.head.contexts
+    contexts: Any = run.model.lm_head.contexts
     with torch.no_grad():
         for parameter in contexts.differences.parameters():
             parameter.zero_()
@@ -317,7 +317,7 @@ def test_too_little_memory(shop: Shop) -> None:
 def test_weights_that_are_no_numbers(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run(shop.run("lstm-softmax"))
     with torch.no_grad():
-        run.model.head.decoder.weight[0, 0] = math.nan
+        run.model.lm_head.decoder.weight[0, 0] = math.nan
     monkeypatch.setattr(diagnosed, "open_run", lambda path, **options: run)
     with pytest.raises(FullrankError, match="NaN or infinite numbers: train again"):
         diagnose_run(shop.run("lstm-softmax"), settings=SMALL)

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.heads.registry import build
-from fullrank.models import LanguageModel
-from fullrank.models.awd_lstm import AwdLstm
-from fullrank.models.transformer import TransformerBody
+from fullrank.models import FullrankForCausalLM
 from fullrank.train.dynamic import (
     Dynamic,
     dynamic_losses,
@@ -25,6 +22,7 @@ from fullrank.train.dynamic import (
     gradient_rms,
 )
 from fullrank.train.evaluate import evaluate, token_losses
+from tests import small_models
 
 V = 11
 EOS = 0
@@ -40,24 +38,22 @@ def text(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, V, length).astype(np.uint16)
 
 
-def lstm(head: str = "softmax", **dropouts: float) -> LanguageModel:
+def lstm(head: str = "softmax", **dropouts: float) -> FullrankForCausalLM:
     torch.manual_seed(0)
-    body = AwdLstm(vocab=V, embedding=6, hidden=8, last=6, layers=2, **dropouts)
     options = {} if head == "softmax" else {"components": 3}
-    return LanguageModel(body, build(head, hidden=6, vocab=V, **options), activation=2.0, temporal=1.0)
+    return small_models.lstm(head, vocab=V, options=options, **dropouts)
 
 
-def transformer() -> LanguageModel:
+def transformer() -> FullrankForCausalLM:
     torch.manual_seed(0)
-    body = TransformerBody(vocab=V, hidden=8, layers=1, heads=2, inner=16, context=12)
-    return LanguageModel(body, build("softmax", hidden=8, vocab=V))
+    return small_models.transformer(vocab=V, context=12)
 
 
-def snapshot(model: LanguageModel) -> list[Tensor]:
+def snapshot(model: FullrankForCausalLM) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def run(model: LanguageModel, tokens: np.ndarray, **settings: float) -> np.ndarray:
+def run(model: FullrankForCausalLM, tokens: np.ndarray, **settings: float) -> np.ndarray:
     chosen = Dynamic(**{"batch": 4, "length": 5, **settings})
     statistics = gradient_rms(model, text(200, 9), eos=EOS, settings=chosen)
     return dynamic_losses(model, tokens, statistics, eos=EOS, settings=chosen)
@@ -81,7 +77,7 @@ def test_a_transformer_sees_its_whole_context() -> None:
         end = min(len(tokens), place - place % 5 + 5)
         ids = torch.tensor([full[max(0, end - 12) : place + 1]])
         with torch.no_grad():
-            expected = -model(ids).value[0, -1, int(tokens[place])]
+            expected = -model(ids).logits[0, -1, int(tokens[place])]
         assert found[place] == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -96,7 +92,12 @@ def test_a_text_that_repeats_is_learnt(make: object, rate: float) -> None:
 
 
 def reference(
-    model: LanguageModel, train: np.ndarray, tokens: np.ndarray, settings: Dynamic, *, summed: bool = False
+    model: FullrankForCausalLM,
+    train: np.ndarray,
+    tokens: np.ndarray,
+    settings: Dynamic,
+    *,
+    summed: bool = False,
 ) -> np.ndarray:
     """The rule by hand, in the published units if summed; one parameter after the other, plain autograd."""
     model = copy.deepcopy(model).eval()
@@ -115,7 +116,8 @@ def reference(
     pieces = segments(train, settings.batch)
     for ids, targets in pieces:
         model.zero_grad()
-        log_probs, _, carried = model(ids, None, carried)
+        out = model(ids, state=carried or None)
+        log_probs, carried = out.logits, out.state
         torch.nn.functional.nll_loss(log_probs.flatten(0, 1), targets.flatten()).backward()
         for square, parameter in zip(squares, parameters, strict=True):
             square += parameter.grad**2
@@ -125,7 +127,8 @@ def reference(
     losses, carried = [], ()
     for ids, targets in segments(tokens, 1):
         model.zero_grad()
-        log_probs, _, carried = model(ids, None, carried)
+        out = model(ids, state=carried or None)
+        log_probs, carried = out.logits, out.state
         nll = torch.nn.functional.nll_loss(log_probs[0], targets[0], reduction="none")
         losses += nll.tolist()
         nll.mean().backward()
@@ -175,14 +178,14 @@ def test_no_token_helps_to_predict_itself_or_an_earlier_one(make: object) -> Non
 
 def test_weights_and_modes_come_back() -> None:
     model = lstm("mos").train()
-    model.head.eval()
+    model.lm_head.eval()
     before = snapshot(model)
     run(model, text(40), lr=1e-2)
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
         assert parameter.grad is None
     assert model.training
-    assert not model.head.training
+    assert not model.lm_head.training
 
 
 def test_weights_come_back_after_an_exception() -> None:
@@ -233,7 +236,7 @@ def test_fewer_batches_of_statistics() -> None:
 
 def test_frozen_weights_stay() -> None:
     model = lstm()
-    model.body.embedding.weight.requires_grad_(False)
+    model.model.embedding.weight.requires_grad_(False)
     statistics = gradient_rms(model, text(100), eos=EOS, settings=Dynamic(batch=4))
     assert len(statistics) == len(list(model.parameters())) - 1
     model.requires_grad_(False)

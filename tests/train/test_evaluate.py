@@ -14,31 +14,28 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.heads.softmax import Softmax
-from fullrank.models import Body, BodyOutput, LanguageModel
-from fullrank.models.awd_lstm import AwdLstm
-from fullrank.models.transformer import TransformerBody
+from fullrank.models import FullrankForCausalLM
 from fullrank.train.evaluate import by_frequency, evaluate, summarise, token_counts, token_losses
+from tests import small_models
 
 V = 7
 
 
-class Table(Body):
+class Windowed(small_models.Body):
     """Hidden state: the last token, one-hot. With a linear head, any bigram model."""
 
     def __init__(self, context: int | None = None) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(V, V)
+        super().__init__(V, V, V, context)
         nn.init.eye_(self.embedding.weight)
-        self.widths, self.context = (V,), context
         self.calls: list[bool] = []
 
-    def start(self, batch: int, device: torch.device) -> tuple[Tensor, ...]:
-        return ()
-
-    def forward(self, ids: Tensor, carried: tuple[Tensor, ...] = ()) -> BodyOutput:
+    def states(self, ids: Tensor) -> list[Tensor]:
         self.calls.append(self.training or torch.is_grad_enabled())
-        states = self.embedding(ids)
-        return BodyOutput([states], states, ())
+        return [self.embedding(ids)]
+
+
+class Recurrent(Windowed, small_models.RecurrentBody):
+    """The same as a body that reads a text part by part."""
 
 
 @dataclass
@@ -47,13 +44,14 @@ class Text:
     bytes: int
 
 
-def table_model(context: int | None = None) -> tuple[LanguageModel, np.ndarray]:
+def table_model(context: int | None = None) -> tuple[FullrankForCausalLM, np.ndarray]:
     """The model and log p [before, next]."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(V, V, generator=generator)
-    model = LanguageModel(Table(context), Softmax(hidden=V, vocab=V), tie=False)
+    body = Recurrent() if context is None else Windowed(context)
+    model = small_models.under(body, Softmax(hidden=V, vocab=V))
     with torch.no_grad():
-        model.head.decoder.weight.copy_(logits.T)
+        model.lm_head.decoder.weight.copy_(logits.T)
     return model, logits.double().log_softmax(1).numpy()
 
 
@@ -101,18 +99,17 @@ def test_closed_form() -> None:
 def test_modes_are_kept_and_nothing_is_differentiated() -> None:
     model, _ = table_model()
     model.train()
-    model.head.eval()
+    model.lm_head.eval()
     evaluate(model, Text(text(9), 9), eos=0, batch=1, length=4)
-    assert not any(model.body.calls)
+    assert not any(model.model.calls)
     assert model.training
-    assert model.body.training
-    assert not model.head.training
+    assert model.model.training
+    assert not model.lm_head.training
 
 
-def lstm(**dropouts: float) -> LanguageModel:
+def lstm(**dropouts: float) -> FullrankForCausalLM:
     torch.manual_seed(0)
-    body = AwdLstm(vocab=V, embedding=6, hidden=8, last=6, layers=2, **dropouts)
-    return LanguageModel(body, Softmax(hidden=6, vocab=V), tie=True)
+    return small_models.lstm(vocab=V, **dropouts)
 
 
 def test_carried_state_makes_the_cut_invisible() -> None:
@@ -135,8 +132,7 @@ def test_no_dropout_in_evaluation() -> None:
 def test_a_smaller_stride_shows_more_context() -> None:
     """With stride 1 every token beyond the first window sees length tokens: the same as asking one by one."""
     torch.manual_seed(0)
-    body = TransformerBody(vocab=V, hidden=8, layers=1, heads=2, inner=16, context=6)
-    model = LanguageModel(body, Softmax(hidden=8, vocab=V)).eval()
+    model = small_models.transformer(vocab=V, context=6).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0)
@@ -146,7 +142,7 @@ def test_a_smaller_stride_shows_more_context() -> None:
     for place in range(len(tokens)):
         ids = torch.tensor([full[max(0, place - 5) : place + 1]])
         with torch.no_grad():
-            expected = -model(ids).value[0, -1, int(tokens[place])]
+            expected = -model(ids).logits[0, -1, int(tokens[place])]
         assert losses[place] == pytest.approx(float(expected), rel=1e-4)
     assert not np.allclose(losses, token_losses(model, tokens, eos=1, batch=4, length=6), rtol=1e-4)
 

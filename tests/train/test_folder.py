@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullrank.errors import FullrankError
 from fullrank.text import store as data
 from fullrank.train import checkpoint, folder
-from fullrank.train.build import build
 from fullrank.train.config import Config, DataConfig, override, to_json
 from fullrank.train.loop import Options, train
+from fullrank.train.model import build
 from fullrank.train.recipes import recipe
 
 SETTINGS = [
@@ -84,16 +85,16 @@ def test_a_directory_of_something_else_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ['{"model_type": "gpt2"}', "[]", "{", '{"config": 1, "data": "x"}'])
 def test_another_programs_config_stays_as_it_is(tmp_path: Path, text: str) -> None:
     # A directory of a transformers model has a config.json too.
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "run.json").write_text(text)
     for refuse in (lambda: folder.locked(tmp_path).__enter__(), lambda: folder.check(tmp_path, config(), "")):
         with pytest.raises(FullrankError, match="is not what `fullrank train` writes"):
             refuse()
-    assert content(tmp_path) == {"config.json": text.encode()}
+    assert content(tmp_path) == {"run.json": text.encode()}
 
 
 def test_what_a_kill_during_the_first_second_leaves_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "tokens").mkdir()
-    for name in (".lock", ".config.json.x8f3", ".log.jsonl.ab"):
+    for name in (".lock", ".run.json.x8f3", ".log.jsonl.ab"):
         (tmp_path / name).write_text("half")
     with folder.locked(tmp_path):
         folder.check(tmp_path, config(), "digest")
@@ -104,9 +105,9 @@ def test_what_a_kill_during_the_first_second_leaves_is_no_obstacle(tmp_path: Pat
 def test_a_run_begun_before_a_setting_existed_goes_on_with_its_default(tmp_path: Path) -> None:
     folder.claim(tmp_path, config(), "one")
     checkpoint.write(tmp_path / "checkpoints", "step", 3, {"model": {"a": torch.ones(1)}}, {})
-    document = json.loads((tmp_path / "config.json").read_text())
+    document = json.loads((tmp_path / "run.json").read_text())
     del document["config"]["head"]["lift"]
-    (tmp_path / "config.json").write_text(json.dumps(document))
+    (tmp_path / "run.json").write_text(json.dumps(document))
     folder.check(tmp_path, config(), "one")
     with pytest.raises(FullrankError, match=r"head.lift was 0.0 and is 2.0"):
         folder.check(tmp_path, config("head.lift=2"), "one")
@@ -126,7 +127,7 @@ def test_another_config_or_other_data_is_refused(tmp_path: Path) -> None:
 
 def test_a_claim_on_ones_own_run_changes_nothing(tmp_path: Path) -> None:
     folder.claim(tmp_path, config(), "one")
-    file = tmp_path / "config.json"
+    file = tmp_path / "run.json"
     before = file.stat()
     folder.claim(tmp_path, config(), "one")
     after = file.stat()
@@ -146,18 +147,56 @@ def test_a_run_is_read_back(trained: Path, which: str) -> None:
     assert not run.model.training
     for name, parameter in run.model.named_parameters():
         assert torch.equal(parameter, stored.groups["model"][name])
-    assert run.corpus.digest == json.loads((trained / "config.json").read_text())["data"]
+    assert run.corpus.digest == json.loads((trained / "run.json").read_text())["data"]
 
 
-def test_the_average_is_what_is_read_back() -> None:
-    model = build(config(), 13)
-    weights = {name: torch.full_like(one, 2.0) for name, one in model.named_parameters()}
-    mean = {name: torch.full_like(one, 3.0) for name, one in model.named_parameters()}
-    stored = checkpoint.Stored(Path("x"), 1, {}, {"model": weights, "average": mean})
-    folder.load_weights(model, stored)
-    assert all(torch.all(one == 3.0) for one in model.parameters())
-    folder.load_weights(model, checkpoint.Stored(Path("x"), 1, {}, {"model": weights}))
-    assert all(torch.all(one == 2.0) for one in model.parameters())
+def test_a_run_and_its_checkpoints_are_directories_of_transformers(trained: Path) -> None:
+    places = [trained, *sorted((trained / "checkpoints").iterdir())]
+    assert {one.name for one in places} >= {"run", "step-00000006"}
+    ids = torch.arange(12).view(2, 6)
+    for place in places:
+        which = "best" if place == trained else place.name.partition("-")[2]
+        model = AutoModelForCausalLM.from_pretrained(place)
+        run = folder.open_run(trained, checkpoint=which)
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, run.model(ids).logits)
+        text = "w3 w1\nw2"
+        assert AutoTokenizer.from_pretrained(place)(text)["input_ids"] == [
+            run.corpus.vocabulary.eos, *run.corpus.vocabulary.encode(text, end=False)
+        ]  # fmt: skip
+    best = checkpoint.found(trained / "checkpoints", "best")[-1]
+    assert (trained / "model.safetensors").samefile(best / "model.safetensors")
+    # A line's end is no end of a text.
+    assert model.generation_config.eos_token_id is None
+    assert model.generate(max_new_tokens=20).shape == (1, 21)
+
+
+def test_what_a_kill_before_publishing_left_is_made_good(trained: Path, tmp_path: Path) -> None:
+    again = tmp_path / "run"
+    shutil.copytree(trained, again)
+    (again / "model.safetensors").write_bytes(b"of an earlier best")
+    (again / "tokenizer.json").unlink()
+    (again / ".published.model.safetensors").write_bytes(b"half")
+    text = trained.parent / "text"
+    train(
+        config(),
+        Options(data=(text,), out=again, cache=trained.parent / "cache", device="cpu", trackers=()),
+    )
+    for name in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
+        assert (again / name).read_bytes() == (trained / name).read_bytes()
+    assert not list(again.glob(".published*"))
+
+
+def test_what_a_head_stores_beside_its_parameters_comes_back(trained: Path, tmp_path: Path) -> None:
+    chosen = override(recipe("awd-lstm", "mixtape"), [*SETTINGS, "steps=2"])
+    options = Options(
+        data=(trained.parent / "text",), out=tmp_path / "run", cache=tmp_path, device="cpu", trackers=(),
+        monitors=False,
+    )  # fmt: skip
+    train(chosen, options)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "run", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert torch.equal(model.lm_head.order, folder.open_run(tmp_path / "run").model.lm_head.order)
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "shape"])

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from fullrank.errors import FullrankError
-from fullrank.heads.registry import build
-from fullrank.models import LanguageModel
-from fullrank.models.awd_lstm import AwdLstm
-from fullrank.models.transformer import TransformerBody
+from fullrank.models import FullrankForCausalLM
 from fullrank.text.vocabulary import Bytes, Words
 from fullrank.train.generate import choose, generate
+from tests import small_models
 
 WORDS = Words(["<eos>", "<unk>", "a", "b", "c", "d"])
 V = WORDS.size
@@ -55,34 +53,31 @@ def test_shares(settings: dict[str, float], expected: list[float]) -> None:
         assert abs(found.get(token, 0.0) - share) <= bound
 
 
-def lstm(head: str = "mos", dropout: float = 0.0) -> LanguageModel:
+def lstm(head: str = "mos", dropout: float = 0.0) -> FullrankForCausalLM:
     torch.manual_seed(0)
-    body = AwdLstm(vocab=V, embedding=6, hidden=8, last=6, layers=2, weight_drop=dropout, dropout=dropout)
-    model = LanguageModel(
-        body, build(head, hidden=6, vocab=V, **({"components": 2} if head == "mos" else {}))
-    )
+    options = {"components": 2} if head == "mos" else {}
+    model = small_models.lstm(head, vocab=V, weight_drop=dropout, dropout=dropout, options=options)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
     return model
 
 
-def transformer(vocab: int = V) -> LanguageModel:
+def transformer(vocab: int = V) -> FullrankForCausalLM:
     torch.manual_seed(0)
-    body = TransformerBody(vocab=vocab, hidden=8, layers=1, heads=2, inner=16, context=5)
-    model = LanguageModel(body, build("softmax", hidden=8, vocab=vocab))
+    model = small_models.transformer(vocab=vocab, context=5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
     return model
 
 
-def by_hand(model: LanguageModel, ids: list[int], tokens: int, context: int | None) -> list[int]:
+def by_hand(model: FullrankForCausalLM, ids: list[int], tokens: int, context: int | None) -> list[int]:
     """Greedy, all read again for every token, the unknown word left out."""
     model.eval()
     for _ in range(tokens):
         with torch.no_grad():
-            log_probs = model(torch.tensor([ids if context is None else ids[-context:]])).value[0, -1]
+            log_probs = model(torch.tensor([ids if context is None else ids[-context:]])).logits[0, -1]
         log_probs[WORDS.unknown] = -math.inf
         ids = [*ids, int(log_probs.argmax())]
     return ids
@@ -92,14 +87,14 @@ def by_hand(model: LanguageModel, ids: list[int], tokens: int, context: int | No
 def test_greedy_equals_reading_all_again(make: object) -> None:
     model = make()  # type: ignore[operator]
     found = generate(model, WORDS, "a b\nc", tokens=12, temperature=0)
-    expected = by_hand(model, [0, 2, 3, 0, 4], 12, model.body.context)
+    expected = by_hand(model, [0, 2, 3, 0, 4], 12, None if make is lstm else 5)
     assert found == WORDS.decode(expected[1:])
     assert found.startswith("a b\nc")
 
 
 def test_a_head_that_points_reads_its_context() -> None:
     model = lstm("pointer")
-    assert model.head.needs_context
+    assert model.lm_head.needs_context
     expected = by_hand(model, [0, 2, 3], 6, None)
     assert generate(model, WORDS, "a b", tokens=6, temperature=0) == WORDS.decode(expected[1:])
 
@@ -154,6 +149,6 @@ def test_impossible_settings(given: dict[str, float]) -> None:
 def test_a_broken_model_is_named() -> None:
     model = lstm()
     with torch.no_grad():
-        model.body.embedding.weight.fill_(math.nan)
+        model.model.embedding.weight.fill_(math.nan)
     with pytest.raises(FullrankError, match="no token a probability"):
         generate(model, WORDS, "", tokens=1)

@@ -166,7 +166,7 @@ def test_a_full_disk(path: Path) -> None:
 
 
 def test_the_record_reads_what_a_log_writes(path: Path) -> None:
-    (path.parent / "config.json").write_text(json.dumps({"version": 1, "config": {}, "data": ""}))
+    (path.parent / "run.json").write_text(json.dumps({"version": 1, "config": {}, "data": ""}))
     log = Log(path, step=0)
     log.write(
         "start", 0, resumed=False, config={"recipe": "r"}, parameters=3, vocabulary=4, device="cpu",

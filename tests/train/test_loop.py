@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from fullrank.errors import FullrankError
 from fullrank.train import batches, checkpoint, folder
@@ -239,7 +240,12 @@ def test_the_case_with_an_average_has_all_it_should(whole: Callable[[str], Path]
     assert before[0] is False
     assert before[-1] is True
     assert True in averaged
-    assert "average" in final(path).groups
+    groups = final(path).groups
+    assert any(not torch.equal(groups["live"][name], groups["model"][name]) for name in groups["live"])
+    # Evaluation takes the average, and so does whoever loads the directory.
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint.found(path / "checkpoints", "step")[-1])
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, groups["model"][name])
     assert state["averaged"] == state["step"] - state["stage_step"]
     rates = {line["lr"] for line in shop.log(path.name) if line["event"] == "train"}
     assert rates == {20.0, 5.0}
@@ -321,7 +327,8 @@ def test_a_batch_in_parts_is_the_batch(shop: Workshop, out: str) -> None:
 
 def test_the_order_of_a_step_is_sgd_by_hand(shop: Workshop, out: str) -> None:
     """One step of the loop is one step that anyone can write down."""
-    from fullrank.train.build import build
+    from fullrank.train.model import build
+    from fullrank.train.objective import Objective
 
     config = override(
         small("awd-lstm-ptb", "softmax", *NO_DROPOUT, "jitter=false", "steps=2", "evaluate_every=2"),
@@ -335,7 +342,7 @@ def test_the_order_of_a_step_is_sgd_by_hand(shop: Workshop, out: str) -> None:
     for start in (0, 5):
         rows = [tokens[row * size + start : row * size + start + 6].astype(np.int64) for row in range(4)]
         window = torch.from_numpy(np.stack(rows))
-        result = model(window[:, :-1], window[:, 1:], carried)
+        result = Objective(model)(window[:, :-1], window[:, 1:], carried)
         carried = result.carried
         model.zero_grad()
         result.value.backward()
@@ -462,7 +469,7 @@ def test_infinite_weights_in_a_checkpoint_stop_at_once(shop: Workshop, out: str)
     shop.run(config, out, StopAt(4))
     path = shop.path / out / "checkpoints"
     stored = checkpoint.read(checkpoint.path_of(path, "step", 4))
-    stored.groups["model"]["body.layers.0.weight_input"][0, 0] = math.inf
+    stored.groups["model"]["model.layers.0.weight_input"][0, 0] = math.inf
     checkpoint.write(path, "step", 4, stored.groups, stored.state)
     with pytest.raises(FullrankError, match=r"not finite at step 5 \(epoch 0, position 20 of the data\)"):
         shop.run(config, out)
@@ -481,7 +488,7 @@ def test_weights_that_no_loss_has_seen_are_not_kept(shop: Workshop, out: str, ev
     stored = checkpoint.read(checkpoint.path_of(path, "step", 4))
     vocabulary = json.loads(next((shop.path / out / "tokens").rglob("vocabulary.json")).read_text())
     row = vocabulary["words"].index("rare")
-    stored.groups["model"]["body.embedding.weight"][row] = 1e38
+    stored.groups["model"]["model.embedding.weight"][row] = 1e38
     checkpoint.write(path, "step", 4, stored.groups, stored.state)
     with pytest.raises(FullrankError, match="not finite after step 5") as caught:
         shop.run(config, out)
@@ -541,7 +548,7 @@ def test_a_full_disk_costs_nothing_that_was_there(shop: Workshop, out: str) -> N
 def test_text_that_is_too_short(shop: Workshop, out: str) -> None:
     with pytest.raises(FullrankError, match="one batch of 40 sequences of 70 needs 2801"):
         shop.run(small("awd-lstm", "softmax", "batch=40", "length=70"), out)
-    assert not (shop.path / out / "config.json").exists()
+    assert not (shop.path / out / "run.json").exists()
 
 
 @pytest.mark.slow

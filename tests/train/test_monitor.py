@@ -12,10 +12,11 @@ from fullrank.diagnose.monitors import MONITORS, contexts_wanted
 from fullrank.diagnose.spectrum import spectrum
 from fullrank.errors import FullrankError
 from fullrank.heads import build
-from fullrank.models import Body, BodyOutput, LanguageModel
-from fullrank.models.body import Carried
+from fullrank.models import FullrankForCausalLM
 from fullrank.theory import least_rank
 from fullrank.train.monitor import measure
+from fullrank.train.objective import Objective
+from tests import small_models
 
 V, D, K = 60, 8, 4
 OPTIONS = {
@@ -31,34 +32,30 @@ OPTIONS = {
 }
 
 
-class RunningMean(Body):
+class RunningMean(small_models.Body):
     """States that depend on all tokens before, of two layers, with dropout in training."""
 
     def __init__(self, vocab: int = V, widths: tuple[int, ...] = (D, 5)) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, D)
-        self.widths, self.context = widths, None
+        super().__init__(vocab, D, widths[0])
         self.layers = nn.ModuleList(nn.Linear(D, width) for width in widths)
         self.dropout = nn.Dropout(0.3)
 
-    def start(self, batch: int, device: torch.device) -> Carried:
-        return ()
-
-    def forward(self, ids: Tensor, carried: Carried = ()) -> BodyOutput:
+    def states(self, ids: Tensor) -> list[Tensor]:
         seen = self.embedding(ids)
         seen = self.dropout(seen) + seen.cumsum(dim=1) / 4
-        states = [torch.tanh(layer(seen)) for layer in self.layers]
-        return BodyOutput(states, states[0], ())
+        return [torch.tanh(layer(seen)) for layer in self.layers]
 
 
-def model_with(name: str, *, bias: bool = False, tie: bool = False, differ: bool = True) -> LanguageModel:
+def model_with(
+    name: str, *, bias: bool = False, tie: bool = False, differ: bool = True
+) -> FullrankForCausalLM:
     torch.manual_seed(3)
     head = build(name, hidden=D, vocab=V, bias=bias, **OPTIONS.get(name, {}))
     if differ and hasattr(head, "contexts") and hasattr(head.contexts, "differences"):
         for difference in head.contexts.differences:
             nn.init.normal_(difference.weight, std=0.5)
     nn.init.normal_(head.decoder.weight)
-    return LanguageModel(RunningMean(), head, tie=tie)
+    return small_models.under(RunningMean(), head, tie=tie)
 
 
 @pytest.fixture
@@ -92,9 +89,9 @@ def test_rank_is_the_width_of_one_softmax_and_the_ceiling_of_a_mixture(
 ) -> None:
     model = model_with(name, bias=bias)
     if bias:
-        nn.init.normal_(model.head.decoder.bias)
+        nn.init.normal_(model.lm_head.decoder.bias)
     found = measure(model, ids)
-    assert found["logprob_rank_ceiling"] == contexts_wanted(model.head) == D + 2 + 32
+    assert found["logprob_rank_ceiling"] == contexts_wanted(model.lm_head) == D + 2 + 32
     assert found["logprob_rank"] == (found["logprob_rank_ceiling"] if rank is None else rank)
 
 
@@ -109,8 +106,8 @@ def test_the_sampled_table_is_that_of_the_model_up_to_shifts(ids: Tensor) -> Non
     model = model_with("moss").eval()
     found = measure(model, ids, rank_contexts=ids.numel())
     with torch.no_grad():
-        states = model.body(ids).states[:1]
-        table = model.head.double()([states[0].double()]).flatten(0, 1)
+        states = model.head_inputs(ids).states
+        table = model.lm_head.double()([states[0].double()]).flatten(0, 1)
     # Singular values are independent of the order of contexts and tokens.
     values = least_rank(table).singular_values
     shares = values / values.sum()
@@ -126,14 +123,14 @@ def test_the_rank_is_that_of_few_contexts_where_there_are_few(ids: Tensor) -> No
 def test_spectrum_as_diagnose_has_it_and_a_planted_collapse(ids: Tensor) -> None:
     model = model_with("softmax", tie=True)
     found = measure(model, ids)
-    expected = spectrum(model.head.decoder.weight.detach())
+    expected = spectrum(model.lm_head.decoder.weight.detach())
     assert found["head_effective_rank"] == pytest.approx(expected.effective_rank)
     assert found["head_singular_entropy"] == pytest.approx(expected.singular_entropy)
     assert found["head_effective_rank_share"] == pytest.approx(expected.effective_rank / D)
     assert found["head_condition"] == pytest.approx(expected.condition)
     with torch.no_grad():
         column = torch.linspace(1, 2, V)[:, None]
-        model.head.decoder.weight.copy_(column @ torch.ones(1, D))
+        model.lm_head.decoder.weight.copy_(column @ torch.ones(1, D))
     found = measure(model, ids)
     assert found["head_effective_rank"] == pytest.approx(1.0, abs=1e-3)
     assert found["logprob_rank"] == 1
@@ -143,8 +140,8 @@ def test_spectrum_as_diagnose_has_it_and_a_planted_collapse(ids: Tensor) -> None
 def test_anisotropy_of_states_that_are_known(ids: Tensor) -> None:
     model = model_with("softmax")
     with torch.no_grad():
-        model.body.layers[0].weight.zero_()
-        model.body.layers[0].bias.fill_(0.5)
+        model.model.layers[0].weight.zero_()
+        model.model.layers[0].bias.fill_(0.5)
     found = measure(model, ids)
     assert found["anisotropy"] == pytest.approx(1.0, abs=1e-6)
     assert found["state_norm"] == pytest.approx(math.tanh(0.5) * math.sqrt(D), rel=1e-5)
@@ -156,9 +153,9 @@ def test_a_dead_component_is_counted_and_has_share_zero(name: str, ids: Tensor) 
     assert measure(model, ids)["dead_components"] == 0
     with torch.no_grad():
         # The states' first entry is near 1 everywhere, so this gate is far below the others everywhere.
-        model.body.layers[0].weight[0].zero_()
-        model.body.layers[0].bias[0] = 5.0
-        gate = model.head.contexts.gate.weight
+        model.model.layers[0].weight[0].zero_()
+        model.model.layers[0].bias[0] = 5.0
+        gate = model.lm_head.contexts.gate.weight
         gate.zero_()
         gate[2, 0] = -30.0
     found = measure(model, ids)
@@ -174,12 +171,12 @@ def test_a_rare_component_that_is_sure_of_some_tokens_is_not_dead(ids: Tensor) -
     model = model_with("mos")
     with torch.no_grad():
         # Entry 0 of the state is near 1 after token 0 alone, near -1 after any other.
-        model.body.embedding.weight.zero_()
-        model.body.embedding.weight[0, 0] = 1.0
-        model.body.layers[0].weight.zero_()
-        model.body.layers[0].weight[0, 0] = 10.0
-        model.body.layers[0].bias[0] = -5.0
-        gate = model.head.contexts.gate.weight
+        model.model.embedding.weight.zero_()
+        model.model.embedding.weight[0, 0] = 1.0
+        model.model.layers[0].weight.zero_()
+        model.model.layers[0].weight[0, 0] = 10.0
+        model.model.layers[0].bias[0] = -5.0
+        gate = model.lm_head.contexts.gate.weight
         gate.zero_()
         gate[1, 0] = 30.0
     few = torch.ones(200, 2, dtype=torch.long)
@@ -196,8 +193,8 @@ def test_the_divergence_is_that_of_the_components(ids: Tensor) -> None:
     model = model_with("mos").eval()
     found = measure(model, ids[:1, :8])
     with torch.no_grad():
-        rows, _ = model.head.rows([model.body(ids[:1, :8]).states[0][0].double().float()])
-        log_probs = torch.log_softmax(rows @ model.head.decoder.weight.T, dim=-1).double()
+        rows, _ = model.lm_head.rows([model.head_inputs(ids[:1, :8]).states[0][0].double().float()])
+        log_probs = torch.log_softmax(rows @ model.lm_head.decoder.weight.T, dim=-1).double()
     pairs = [
         (log_probs[:, i].exp() * (log_probs[:, i] - log_probs[:, j])).sum(dim=1).mean()
         for i in range(K)
@@ -211,16 +208,16 @@ def test_training_is_the_same_bit_for_bit_with_and_without_monitors(ids: Tensor)
     def weights(monitored: bool) -> list[Tensor]:
         model = model_with("mos", tie=True)
         model.train()
-        model.body.layers[1].eval()
-        optimiser = torch.optim.AdamW(model.parameters())
+        model.model.layers[1].eval()
+        objective, optimiser = Objective(model), torch.optim.AdamW(model.parameters())
         torch.manual_seed(9)
         for step in range(4):
             if monitored and step % 2:
                 measure(model, ids, seed=step)
                 assert model.training
-                assert not model.body.layers[1].training
+                assert not model.model.layers[1].training
             optimiser.zero_grad()
-            model(ids[:, :-1], ids[:, 1:]).value.backward()
+            objective(ids[:, :-1], ids[:, 1:]).value.backward()
             optimiser.step()
         return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -238,7 +235,7 @@ def test_the_same_seed_gives_the_same_numbers_and_leaves_weights_alone(ids: Tens
 def test_masked_tokens_are_left_out_of_the_rank(ids: Tensor) -> None:
     model = model_with("softmax", bias=True)
     with torch.no_grad():
-        model.head.decoder.bias[::2] = -math.inf
+        model.lm_head.decoder.bias[::2] = -math.inf
     found = measure(model, ids)
     assert found["logprob_rank"] == D
     assert found["logprob_rank_ceiling"] == V // 2 - 1
@@ -248,7 +245,7 @@ def test_masked_tokens_are_left_out_of_the_rank(ids: Tensor) -> None:
 def test_a_model_that_diverged_is_measured_without_an_error(where: str, ids: Tensor) -> None:
     model = model_with("mos")
     with torch.no_grad():
-        part = model.head.decoder.weight if where == "weight" else model.body.layers[0].bias
+        part = model.lm_head.decoder.weight if where == "weight" else model.model.layers[0].bias
         part.view(-1)[0] = math.nan
     found = measure(model, ids)
     assert "logprob_rank" not in found

@@ -153,16 +153,16 @@ def check_that_runs_differ(runs: Path, cases: tuple[str, ...]) -> None:
             # Rows differ by far more than the tolerance: rows in another order would be seen.
             assert all(tensor.shape[0] == 8 and tensor.std(0).max() > 1e-3 for tensor in carried.values())
         if name.endswith("averaged"):
-            assert "average" in last(runs / "one" / name).groups
+            assert "live" in last(runs / "one" / name).groups
             assert any(line["averaged"] for line in lines(runs / "one" / name, "evaluate"))
     assert last(runs / "one" / "mos").step == many.STEPS
 
 
 def test_tied_weights_stay_one_parameter(runs: Path) -> None:
-    for name in ("fsdp-averaged", "fsdp-transformer"):
+    for name, embedding in (("fsdp-averaged", "embedding"), ("fsdp-transformer", "embed_in")):
         groups = last(runs / "two" / name).groups
-        assert "body.embedding.weight" in groups["model"]
-        assert "head.decoder.weight" not in groups["model"]
+        assert f"model.{embedding}.weight" in groups["model"]
+        assert "lm_head.decoder.weight" not in groups["model"]
 
 
 def test_monitors_see_the_whole_model(runs: Path) -> None:

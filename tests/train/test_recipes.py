@@ -9,12 +9,12 @@ import torch
 
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import HEADS
-from fullrank.models import LanguageModel
-from fullrank.models.build import PYTHIA
+from fullrank.models import FullrankForCausalLM
 from fullrank.train import batches
-from fullrank.train.build import build
 from fullrank.train.config import Config, override
-from fullrank.train.recipes import RECIPES, recipe
+from fullrank.train.model import build, configuration
+from fullrank.train.objective import Objective
+from fullrank.train.recipes import PYTHIA, RECIPES, recipe
 
 V = 11
 
@@ -22,6 +22,7 @@ V = 11
 def narrow(config: Config) -> Config:
     """The same kinds of parts with few parameters."""
     settings = ["body.hidden=16", "body.last=12", "body.heads=2", "body.inner=24", "length=8"]
+    settings += ["body.layers=2", "body.vocabulary_multiple=1"]
     if config.head.width:
         settings.append("head.width=8")
     if config.head.private:
@@ -29,14 +30,23 @@ def narrow(config: Config) -> Config:
     return override(config, settings)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("head", HEADS)
-def test_every_recipe_builds_with_every_head(name: str, head: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        *(
+            (name, head)
+            for name in ("awd-lstm-ptb", "awd-lstm", "pythia-14m", "llama-tiny")
+            for head in HEADS
+        ),
+        *((name, "mos") for name in RECIPES),
+    ],
+)
+def test_recipes_build_with_every_head(name: str, head: str) -> None:
     config = recipe(name, head)
     assert (config.recipe, config.head.name) == (name, head)
     model = build(narrow(config), V)
     ids = torch.arange(12).view(2, 6) % V
-    out = model(ids, (ids + 1) % V)
+    out = Objective(model)(ids, (ids + 1) % V)
     out.value.backward()
     assert torch.isfinite(out.nll)
     idle = [name for name, parameter in model.named_parameters() if parameter.grad is None]
@@ -44,7 +54,7 @@ def test_every_recipe_builds_with_every_head(name: str, head: str) -> None:
 
 
 def test_building_is_a_function_of_the_seed() -> None:
-    def weights(seed: int) -> LanguageModel:
+    def weights(seed: int) -> FullrankForCausalLM:
         return build(narrow(dataclasses.replace(recipe("awd-lstm", "mos"), seed=seed)), V)
 
     before = torch.random.get_rng_state()
@@ -131,16 +141,49 @@ def test_the_longest_sequence_reaches_the_batches(name: str) -> None:
     assert made.longer == config.jitter_longer
 
 
-@pytest.mark.parametrize("size", PYTHIA)
-def test_transformers_have_pythias_shape(size: str) -> None:
-    config = recipe(f"transformer-{size}")
-    body = config.body
-    assert body.kind == "transformer"
-    # Pythia's feed-forward is four times as wide, and its attention heads divide the width.
-    assert body.inner == 4 * body.hidden
-    assert body.hidden % body.heads == 0
-    expected = {"14m": (6, 128), "31m": (6, 256), "70m": (6, 512), "160m": (12, 768)}
-    assert (body.layers, body.hidden) == expected.get(size, (2, 128))
+# Layers, width, attention heads and rate in models/SIZE/pythia-SIZE.yml of EleutherAI/pythia.
+PUBLISHED = {
+    "14m": (6, 128, 4, 1e-3),
+    "31m": (6, 256, 8, 1e-3),
+    "70m": (6, 512, 8, 1e-3),
+    "160m": (12, 768, 12, 6e-4),
+    "410m": (24, 1024, 16, 3e-4),
+}
+# Parameters, as the model cards of EleutherAI on the hub have them.
+PARAMETERS = {"70m": 70_426_624, "160m": 162_322_944, "410m": 405_334_016}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_pythia_has_pythias_settings_and_its_number_of_parameters(size: str) -> None:
+    config = recipe(f"pythia-{size}")
+    layers, width, heads, rate = PUBLISHED[size]
+    body, optimiser = config.body, config.optimiser
+    assert (body.layers, body.hidden, body.heads, optimiser.lr) == (layers, width, heads, rate)
+    assert (optimiser.beta1, optimiser.beta2, optimiser.weight_decay) == (0.9, 0.95, 0.1)
+    assert (optimiser.clip, optimiser.warmup, optimiser.final) == (1.0, 0.01, 0.1)
+    assert (optimiser.name, optimiser.schedule, body.dropout) == ("adamw", "cosine", 0.0)
+    with torch.device("meta"):
+        model = FullrankForCausalLM(configuration(config, config.data.bpe_size))
+    # Two embeddings; a layer has 12 d^2 and its biases (3 + 1 + 4 + 1) d and two norms; the last norm.
+    vocab = 50_304
+    expected = 2 * vocab * width + layers * (12 * width**2 + (9 + 4) * width) + 2 * width
+    assert model.num_parameters() == expected == PARAMETERS.get(size, expected)
+    assert model.config.vocab_size == vocab
+
+
+@pytest.mark.parametrize(("size", "inner"), [("60m", 1376), ("130m", 2048), ("350m", 2736)])
+def test_llama_has_galores_widths(size: str, inner: int) -> None:
+    config = recipe(f"llama-{size}")
+    made = configuration(config, config.data.bpe_size)
+    assert (made.model_type, made.body.model_type) == ("fullrank", "llama")
+    assert (made.body.intermediate_size, made.vocab_size) == (inner, 32_000)
+
+
+def test_a_transformer_is_a_pythia_with_a_smaller_vocabulary() -> None:
+    for size in PYTHIA:
+        one, two = recipe(f"pythia-{size}"), recipe(f"transformer-{size}")
+        data = dataclasses.replace(one.data, bpe_size=16_384)
+        assert dataclasses.replace(one, recipe=two.recipe, data=data) == two
 
 
 def test_mixtures_have_room_for_their_projections() -> None:

@@ -185,7 +185,7 @@ def test_unseen_positions_are_not_measured(tiny_model: Make, texts: Any) -> None
         ids = torch.stack([one["input_ids"] for one in texts])
         seen = torch.arange(TIME) < torch.arange(3, 3 + ROWS)[:, None].clamp(max=TIME)
         with torch.no_grad():
-            states, context = model.head_inputs(ids, seen.long())
+            states, context, _ = model.head_inputs(ids, seen.long())
         ids = ids if context is None else context
         expected = measure(model.lm_head, states, ids, seen=seen)
         states[0][~seen] = 1e4

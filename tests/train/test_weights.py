@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from fullrank.heads.vocab_parallel import shard
-from fullrank.models import LanguageModel
+from fullrank.models import FullrankForCausalLM
 from fullrank.train import optimiser as updates
 from fullrank.train import weights
-from fullrank.train.build import build
 from fullrank.train.config import BodyConfig, Config, HeadConfig, OptimiserConfig
+from fullrank.train.model import build
+from fullrank.train.objective import Objective
 
 V = 23
 OPTIMISERS = {
@@ -27,17 +28,17 @@ def config(*, tie: bool = True, head: str = "mos", seed: int = 0) -> Config:
     )  # fmt: skip
 
 
-def model(*, split: bool = False, seed: int = 0) -> LanguageModel:
+def model(*, split: bool = False, seed: int = 0) -> FullrankForCausalLM:
     made = build(config(tie=not split, seed=seed), V)
     if split:
-        made.head = shard(made.head)
+        made.lm_head = shard(made.lm_head)
     return made
 
 
-def step(made: LanguageModel, optimiser: torch.optim.Optimizer, seed: int) -> None:
+def step(made: FullrankForCausalLM, optimiser: torch.optim.Optimizer, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(V, (3, 4), generator=generator)
-    made(ids, ids.roll(1, 1)).value.backward()
+    Objective(made)(ids, ids.roll(1, 1)).value.backward()
     optimiser.step()
     optimiser.zero_grad()
 
@@ -62,7 +63,7 @@ def test_weights_of_a_split_model_fit_a_plain_one_and_back() -> None:
     weights.scatter(plain, weights.gather(source))
     ids = torch.arange(12).view(3, 4)
     with torch.no_grad():
-        torch.testing.assert_close(plain(ids, ids).nll, source(ids, ids).nll)
+        torch.testing.assert_close(Objective(plain)(ids, ids).nll, Objective(source)(ids, ids).nll)
     back = model(split=True, seed=2)
     weights.scatter(back, weights.gather(plain))
     assert all(torch.equal(one, two) for one, two in zip(source.parameters(), back.parameters(), strict=True))
@@ -80,8 +81,8 @@ def test_gathered_weights_are_copies(split: bool) -> None:
 
 def test_a_tied_matrix_is_stored_once() -> None:
     whole = weights.gather(model())
-    assert "body.embedding.weight" in whole
-    assert "head.decoder.weight" not in whole
+    assert "model.embedding.weight" in whole
+    assert "lm_head.decoder.weight" not in whole
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
@@ -95,8 +96,8 @@ def test_an_optimiser_continues_bit_for_bit(split: bool, name: str) -> None:
     if name == "adamw":
         names = weights.gather(source).keys()
         assert states.keys() == {f"{of}/{key}" for of in names for key in ("step", "exp_avg", "exp_avg_sq")}
-        assert states["body.embedding.weight/exp_avg"].shape[0] == V
-        assert float(states["body.embedding.weight/step"]) == 3
+        assert states["model.embedding.weight/exp_avg"].shape[0] == V
+        assert float(states["model.embedding.weight/step"]) == 3
     weights.scatter(target, weights.gather(source))
     weights.scatter_optimiser(target, two, states)
     again = weights.gather_optimiser(target, two)

@@ -162,6 +162,7 @@ def measure(
 
     import numpy as np
 
+    from fullrank.models.anatomy import longest
     from fullrank.results import Evaluated
     from fullrank.results.evaluation import Score
     from fullrank.train.cache import trace, tune, with_cache
@@ -230,7 +231,7 @@ def measure(
             progress=told("dynamic"),
         )
         scores.append(score("dynamic", found.losses, start, dynamic))
-    context = run.model.body.context
+    context = None if run.model.carries_state else longest(run.model)
     return Evaluated(
         run=str(options.run),
         recipe=run.config.recipe,

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class Train:
     """Train a language model with any head; run the same command again to continue a run.
 
-    Recipes: awd-lstm-ptb, awd-lstm-wt2 (as published), awd-lstm (ours, fast), transformer-tiny, -14m, -31m,
-    -70m, -160m. Example: fullrank train transformer-tiny --data texts/ --head mos --components 4 --out runs/a
+    Recipes: awd-lstm-ptb, awd-lstm-wt2 (as published), awd-lstm (ours, fast), transformer-tiny,
+    pythia-14m, -31m, -70m, -160m, -410m, llama-tiny, -14m, -60m, -130m, -350m.
+    Example: fullrank train transformer-tiny --data texts/ --head mos --components 4 --out runs/a
     """
 
     recipe: Annotated[str, tyro.conf.Positional]

@@ -1,6 +1,7 @@
 """The model: any body of transformers under any of our heads, and how models are loaded.
 
     fullrank.models.FullrankForCausalLM, FullrankConfig
+    fullrank.models.AwdLstmModel, AwdLstmConfig      the one body that transformers has not
 
 transformers and torch are imported when one of these names is first used, and no earlier.
 """
@@ -11,21 +12,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fullrank.models.body import Body, BodyOutput
+    from fullrank.models.awd_lstm import AwdLstmModel
     from fullrank.models.causal_lm import FullrankForCausalLM
-    from fullrank.models.configuration import FullrankConfig
-    from fullrank.models.language_model import LanguageModel, Prediction
+    from fullrank.models.configuration import AwdLstmConfig, FullrankConfig
 
 _HOMES = {
-    "Body": "body",
-    "BodyOutput": "body",
+    "AwdLstmConfig": "configuration",
+    "AwdLstmModel": "awd_lstm",
     "FullrankConfig": "configuration",
     "FullrankForCausalLM": "causal_lm",
-    "LanguageModel": "language_model",
-    "Prediction": "language_model",
 }
 
-__all__ = ["Body", "BodyOutput", "FullrankConfig", "FullrankForCausalLM", "LanguageModel", "Prediction"]
+__all__ = ["AwdLstmConfig", "AwdLstmModel", "FullrankConfig", "FullrankForCausalLM"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,9 +20,10 @@ cache, as one more layer (`cache_layer`).
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,9 @@ from transformers.utils.generic import can_return_tuple
 from fullrank.errors import FullrankError
 from fullrank.heads import Head, build
 from fullrank.heads.registry import find
+from fullrank.models import awd_lstm  # noqa: F401  (a body that AutoModel must know)
 from fullrank.models import cache_layer as remembered
+from fullrank.models.attention import install_normaliser
 from fullrank.models.configuration import FullrankConfig
 
 TIED = "lm_head.decoder.weight"
@@ -55,7 +58,18 @@ class FullrankOutput(CausalLMOutputWithPast):
     cache_params: Any = None
     """The state of Mamba and its kin."""
     state: Any = None
-    """The state of RWKV."""
+    """The state of RWKV and of our LSTM."""
+
+
+class HeadInputs(NamedTuple):
+    """What a head is given for ids [batch, time]."""
+
+    states: list[Tensor]
+    """[batch, time, H] each, the last layer first."""
+    context: Tensor | None
+    """The ids under them, where the head asks for those."""
+    output: Any
+    """Whatever else the body had to say."""
 
 
 class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
@@ -75,6 +89,9 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         """`body` and `head` are parts that exist already, with their weights; else both are built."""
         super().__init__(config)
         self.model = AutoModel.from_config(config.body) if body is None else body
+        if config.normaliser != "softmax" and body is None:
+            # Softmax stays with the fused attention that it has.
+            install_normaliser(self.model, config.normaliser, start=_normaliser_start(config))
         self.lm_head = build_head(config) if head is None else head
         # One object: what resizes the model writes to it, and the body must read that.
         self.config.body = self.model.config
@@ -182,20 +199,28 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def head_inputs(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """What the head reads for ids [batch, time]: its states [batch, time, H], the last layer first, and
-        the ids under them where it asks for those. Nothing V wide is made.
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, state: Any = None
+    ) -> HeadInputs:
+        """What the head reads for ids [batch, time]. Nothing V wide is made.
+
+        `state` is what the output of the last call on the same texts had by that name, where the body
+        carries one.
         """
         output = self.model(
             **self._body_inputs(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                use_cache=False,
+                use_cache=self.carries_state,
                 output_hidden_states=True if self.lm_head.states > 1 else None,
+                state=state,
             )
         )
-        return self._states(output, input_ids, attention_mask)
+        return HeadInputs(*self._states(output, input_ids, attention_mask), output)
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether a text can be read part by part, each with the `state` after the one before."""
+        return "state" in self._accepted
 
     def generate(self, *arguments: Any, **settings: Any) -> Any:
         """As `GenerationMixin.generate`; a head that reads earlier states, and has no memory of them, runs
@@ -374,6 +399,12 @@ def build_head(config: FullrankConfig) -> Head:
     if config.softcap is not None:
         head.cap_scores(config.softcap)
     return head
+
+
+def _normaliser_start(config: FullrankConfig) -> float | None:
+    """The factor on log n begins as softmax for the last token of a full context."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2
+    return 1 / math.log(max(2, context)) if config.normaliser == "log_length" else None
 
 
 def embedding_name(body: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""The configuration of an upgraded model: the body's own, and what makes the head.
+"""The configuration of a model: the body's own, and what makes the head; and of the one body that is ours.
 
     {"model_type": "fullrank",
      "body": {"model_type": "llama", ...},                        as the original has it
@@ -38,6 +38,9 @@ class FullrankConfig(PreTrainedConfig):
     """What the body's last state is multiplied by before the head reads it."""
     softcap: float | None = None
     """c where scores z are bent to c tanh(z / c)."""
+    normaliser: str = "softmax"
+    """What turns attention scores into weights (`normalisers.py`); a parameter of it is learnt, a number for
+    each layer and attention head."""
     return_logits: bool = False
     """Whether forward gives log-probabilities beside a loss as well. They are V wide, so only on demand."""
     origin: dict[str, Any] | None = None
@@ -76,4 +79,42 @@ class FullrankConfig(PreTrainedConfig):
         return getattr(self.get_text_config(), name)
 
 
+class AwdLstmConfig(PreTrainedConfig):
+    """An AWD-LSTM (`awd_lstm.py`); `hidden_size` is the width of its states, as everywhere else."""
+
+    model_type: ClassVar[str] = "awd_lstm"
+
+    vocab_size: int = 10_000
+    embedding_size: int = 400
+    inner_size: int = 1150
+    """Width of every layer but the last."""
+    hidden_size: int = 400
+    """Width of the last layer."""
+    num_hidden_layers: int = 3
+    dropout: float = 0.0
+    """Of the last layer's output, one mask a sequence."""
+    dropout_embedding: float = 0.0
+    """Whole words dropped from the embedding."""
+    dropout_input: float = 0.0
+    """Of the embedded inputs, one mask a sequence."""
+    dropout_hidden: float = 0.0
+    """Between layers, one mask a sequence."""
+    weight_drop: float = 0.0
+    """Of the recurrent weights, one mask a step."""
+    use_cache: bool = True
+    """Whether forward hands out the state."""
+
+    def __post_init__(self, **extra: Any) -> None:
+        super().__post_init__(**extra)
+        for name in ("vocab_size", "embedding_size", "inner_size", "hidden_size", "num_hidden_layers"):
+            if getattr(self, name) < 1:
+                raise FullrankError(
+                    f"{name}={getattr(self, name)} is impossible: expected a whole number >= 1"
+                )
+        for name in ("dropout", "dropout_embedding", "dropout_input", "dropout_hidden", "weight_drop"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise FullrankError(f"{name}={getattr(self, name)} is impossible: expected 0 <= {name} < 1")
+
+
+AutoConfig.register(AwdLstmConfig.model_type, AwdLstmConfig, exist_ok=True)
 AutoConfig.register(FullrankConfig.model_type, FullrankConfig, exist_ok=True)

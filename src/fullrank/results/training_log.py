@@ -1,4 +1,4 @@
-"""A run directory as a record: RUN/config.json and RUN/log.jsonl, also while the run is going on.
+"""A run directory as a record: RUN/run.json and RUN/log.jsonl, also while the run is going on.
 
 The log has one JSON object a line, each with "event", "step" and "time" in seconds:
 
@@ -25,7 +25,7 @@ from fullrank.errors import FullrankError
 from fullrank.results.diagnosis import Estimate
 from fullrank.results.training import Evaluation, RaisedAlarm, Training, TrainingPoint
 
-CONFIG, LOG = "config.json", "log.jsonl"
+CONFIG, LOG = "run.json", "log.jsonl"
 
 
 def is_run(path: Path) -> bool:

@@ -200,8 +200,8 @@ def measure(run: Run) -> tuple[AttentionLayer, ...]:
             learnt=() if learnt is None else tuple(learnt.double().tolist()),
         )
 
-    with replace_normaliser(run.model.body, run.config.body.normaliser, observe=observe, check=False):
-        run.model.body(ids)
+    with replace_normaliser(run.model.model, run.config.body.normaliser, observe=observe, check=False):
+        run.model.model(ids)
     return tuple(found.values())
 
 

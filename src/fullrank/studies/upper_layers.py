@@ -71,12 +71,12 @@ class UpperLayers:
     def states(self, ids: Tensor, recorded: Tensor) -> Tensor:
         """What enters the head, [batch, time, H], with gradients for the upper layers."""
         with self._playing(recorded):
-            return self.model.head_inputs(ids)[0][0]
+            return self.model.head_inputs(ids).states[0]
 
     def check(self, ids: Tensor) -> None:
         """Refuse a model whose upper layers need more than the states."""
         with torch.no_grad():
-            whole = self.model.head_inputs(ids)[0][0]
+            whole = self.model.head_inputs(ids).states[0]
             played = self.states(ids, self.record(ids))
         if float((played - whole).norm()) > TOLERANCE * float(whole.norm()):
             raise FullrankError(

@@ -198,7 +198,7 @@ class Windows:
 
 def for_training(config: Config, tokens: np.ndarray) -> Streams | Windows:
     """Streams for a body that carries a state, windows for a transformer."""
-    if config.body.kind == "transformer":
+    if config.body.kind != "awd_lstm":
         return Windows(tokens, batch=config.batch, length=config.length, seed=config.seed)
     return Streams(
         tokens,

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.models import LanguageModel, anatomy
+from fullrank.models import FullrankForCausalLM, anatomy
 from fullrank.models.loading import Loaded, quiet
 from fullrank.train.evaluate import BLOCKS, Evaluation, Progress, Split, limited, summarise, token_losses
 
@@ -85,7 +85,7 @@ class Trace:
 
 
 def trace(
-    model: LanguageModel,
+    model: FullrankForCausalLM,
     tokens: np.ndarray,
     *,
     eos: int,
@@ -96,7 +96,7 @@ def trace(
     progress: Progress | None = None,
 ) -> Trace:
     """Run the model over a text once; every setting of the cache can then be tried."""
-    shape = (len(tokens), model.body.widths[0])
+    shape = (len(tokens), model.config.hidden_size)
     if math.prod(shape) * 4 > _IN_MEMORY:
         with tempfile.TemporaryFile() as file:  # the map keeps it open
             states: np.ndarray = np.memmap(file, dtype=np.float32, shape=shape, mode="w+")
@@ -144,7 +144,7 @@ def trace_transformers(
         with quiet():
             if output is None:
                 # One of our heads, which may read more than the last state; the cache reads that one.
-                states, context = model.head_inputs(piece)
+                states, context, _ = model.head_inputs(piece)
                 states = [state[:, :-1] for state in states]
                 known = None if context is None else context[:, :-1]
                 nll = model.lm_head(states, targets, context=known, reduction="none")
@@ -162,7 +162,7 @@ def trace_transformers(
 
 
 def evaluate_cache(
-    model: LanguageModel,
+    model: FullrankForCausalLM,
     split: Split,
     *,
     eos: int,

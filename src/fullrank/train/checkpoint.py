@@ -1,7 +1,11 @@
 """Checkpoints that a crash cannot spoil: written beside, synced, then renamed; checksummed; no pickle.
 
     checkpoints/step-00001200/   model.safetensors, optimiser.safetensors, ...   named groups of tensors
+                                 config.json, tokenizer.json, ...   what else a transformers directory has
                                  manifest.json   the plain state, and sha256 and size of every file
+
+model.safetensors are the weights that are evaluated: of a run that averages, the average, with the live
+weights beside it (live.safetensors). So `from_pretrained` of the directory is the model as it was judged.
 
 A directory with its final name is complete, because the rename comes last. Its checksums still tell a disk
 that lied. What a killed writer leaves has a name that starts with a dot, and the next run removes it.
@@ -18,13 +22,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from fullrank.errors import FullrankError
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 _UNFINISHED = ".writing-"
 _NAME = re.compile(r"^(step|best)-(\d{8,})$")
@@ -46,10 +51,17 @@ class Stored:
     groups: dict[str, dict[str, Tensor]]
 
 
-def write(folder: Path, kind: str, step: int, groups: Groups, state: Mapping[str, Any]) -> Path:
+def write(
+    folder: Path,
+    kind: str,
+    step: int,
+    groups: Groups,
+    state: Mapping[str, Any],
+    files: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
     """Write a checkpoint whole or not at all; an existing one of the same name is replaced.
 
-    kind is "step", which a run continues from, or "best", the weights alone.
+    kind is "step", which a run continues from, or "best", the weights alone. `files` are JSON files by name.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -60,14 +72,18 @@ def write(folder: Path, kind: str, step: int, groups: Groups, state: Mapping[str
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        files = {}
         for name, tensors in groups.items():
-            path = temporary / f"{name}.safetensors"
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+            whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            # transformers asks for this word.
+            save_file(whole, temporary / f"{name}.safetensors", metadata={"format": "pt"})
+        for name, text in files.items():
+            (temporary / name).write_text(text, encoding="utf8")
+        written = {}
+        for path in sorted(temporary.iterdir()):
             # A rename may reach the disk before the bytes do.
             sync(path)
-            files[path.name] = {"sha256": digest(path), "bytes": path.stat().st_size}
-        manifest = {"version": VERSION, "kind": kind, "step": step, "files": files, "state": dict(state)}
+            written[path.name] = {"sha256": digest(path), "bytes": path.stat().st_size}
+        manifest = {"version": VERSION, "kind": kind, "step": step, "files": written, "state": dict(state)}
         manifest["sha256"] = _manifest_digest(manifest)
         path = temporary / MANIFEST
         path.write_text(json.dumps(manifest, indent=1), encoding="utf8")
@@ -124,11 +140,12 @@ def read(path: Path) -> Stored:
         groups = {}
         for name, expected in manifest["files"].items():
             file = path / name
-            if Path(name).name != name or file.suffix != ".safetensors":
+            if Path(name).name != name or file.suffix not in (".safetensors", ".json"):
                 raise Damaged(f"{path} names a file {name!r} that no checkpoint has")
             if file.stat().st_size != expected["bytes"] or digest(file) != expected["sha256"]:
                 raise Damaged(f"{file} is not what was written: its checksum is another")
-            groups[file.stem] = load_file(file)
+            if file.suffix == ".safetensors":
+                groups[file.stem] = load_file(file)
         return Stored(path=path, step=int(manifest["step"]), state=manifest["state"], groups=groups)
     except FullrankError:
         raise

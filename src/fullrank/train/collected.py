@@ -29,9 +29,8 @@ from fullrank.heads.base import Head
 from fullrank.heads.low_rank import LowRank
 from fullrank.heads.rows import RowHead
 from fullrank.heads.softmax import Softmax
-from fullrank.models.anatomy import norm_rank
-from fullrank.models.body import Body
-from fullrank.models.transformer import TransformerBody
+from fullrank.models import FullrankForCausalLM
+from fullrank.models.anatomy import longest, norm_rank
 from fullrank.text import sample as texts
 from fullrank.train.batches import evaluation_streams, evaluation_windows
 from fullrank.train.folder import Run
@@ -140,7 +139,7 @@ def windows_of(run: Run, text: Text, window: int) -> collect.Windows:
             f"the text has {used} tokens in the run's vocabulary, expected {collect.LEAST_TOKENS} or more: "
             "give a longer one with --text"
         )
-    window = min(window, run.model.body.context or window)
+    window = min(window, longest(run.model) or window)
     if used < collect.LEAST_WINDOWS * window:
         window = min(window, max(8, used // collect.SHORT_TEXT_WINDOWS))
     count = used // window
@@ -164,33 +163,32 @@ def states_of(
     progress: Callable[[float], None] = lambda share: None,
 ) -> RunStates:
     """Run the model over the windows."""
-    body, head = run.model.body, run.model.head
+    model, head = run.model, run.model.lm_head
     count, window = windows.ids.shape
-    N, carries, single = count * window, body.context is None, one_row(head)
+    N, carries, single = count * window, model.carries_state, one_row(head)
     tokens = text.tokens[:N]
     number, inside = torch.arange(N) // window, torch.arange(N) % window
     position = torch.arange(N) if carries else inside
     blocks = number * -(-window // BLOCK) + inside // BLOCK
     places = _sample(position)
     widths = [head.width] if single else list(head.state_widths)
-    _check_memory(N, sum(widths), len(places) * (sum(body.widths) + 2 * head.width), memory)
+    _check_memory(N, sum(widths), len(places) * (sum(_layer_widths(model)) + 2 * head.width), memory)
     kept, losses = [torch.empty(N, width) for width in widths], torch.empty(N)
     sampled: list[list[Tensor]] = []
     done, lost = 0, ("", 0)
-    for ids, targets, states in _passes(run, tokens, window):
-        read, after = states[: head.states], done + ids.numel()
+    for ids, targets, layers in _passes(run, tokens, window):
+        read, after = [*reversed(layers)][: head.states], done + ids.numel()
         own = cast(Tensor, head(read, targets, context=ids, reduction="none"))
         losses[done:after] = own.flatten().cpu()
         made = [cast(RowHead, head).rows(read)[0][..., 0, :]] if single else read
         for place, one in zip(kept, made, strict=True):
             place[done:after] = one.flatten(0, 1).cpu()
-        layers = [body.embedding(ids), *reversed(states)]
         if single and made[0].data_ptr() != read[0].data_ptr():
             layers.append(made[0])
         here = (places[(places >= done) & (places < after)] - done).to(ids.device)
         sampled.append([layer.flatten(0, 1)[here].cpu() for layer in layers])
-        if done == 0 and isinstance(body, TransformerBody):
-            norm = body.model.final_layer_norm
+        norm = getattr(model.model, "final_layer_norm", getattr(model.model, "norm", None))
+        if done == 0 and norm is not None:
             lost = norm_rank((norm, read[0]), biased=head.decoder.bias is not None)
         done = after
         progress(done / N)
@@ -207,7 +205,7 @@ def states_of(
         blocks=blocks,
         windows=number,
         layers=torch.empty(0, 0, 0),
-        layer_names=_names(body, len(sampled[0])),
+        layer_names=_names(model, len(sampled[0])),
         layer_positions=position[places],
         layer_blocks=blocks[places],
         single=single,
@@ -249,24 +247,32 @@ def _check_memory(N: int, width: int, sampled: int, memory: int) -> None:
 
 
 def _passes(run: Run, tokens: np.ndarray, window: int) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-    """ids, targets [rows, time] and every layer's states, the last first; the text in order."""
-    body, eos = run.model.body, run.corpus.vocabulary.eos
-    device = body.embedding.weight.device
-    if body.context is None:
+    """ids, targets [rows, time] and the states from the embedding to the last layer; the text in order."""
+    model, eos = run.model, run.corpus.vocabulary.eos
+    if model.carries_state:
         # Side by side, all texts but the first would begin cold.
         batches = evaluation_streams(tokens, eos, 1, run.config.length)
     else:
         batches = evaluation_windows(tokens, eos, BATCH, window, window)
     carried: tuple[Tensor, ...] = ()
     for ids, targets, _ in batches:
-        ids = ids.to(device)
-        output = body(ids, carried)
-        carried = output.carried
-        yield ids, targets.to(device), output.states
+        ids = ids.to(model.device)
+        kept = {"state": carried or None, "use_cache": True} if model.carries_state else {"use_cache": False}
+        output = model.model(ids, output_hidden_states=True, **kept)
+        carried = getattr(output, "state", None) or ()
+        yield ids, targets.to(model.device), list(output.hidden_states)
 
 
-def _names(body: Body, count: int) -> tuple[str, ...]:
-    names = ["embedding", *(f"layer {layer}" for layer in range(1, len(body.widths) + 1)), OUTPUT]
+def _layer_widths(model: FullrankForCausalLM) -> list[int]:
+    """Of the embedding and every layer."""
+    config = model.config.body
+    inner = [getattr(config, "inner_size", config.hidden_size)] * (config.num_hidden_layers - 1)
+    return [getattr(config, "embedding_size", config.hidden_size), *inner, config.hidden_size]
+
+
+def _names(model: FullrankForCausalLM, count: int) -> tuple[str, ...]:
+    layers = model.config.num_hidden_layers
+    names = ["embedding", *(f"layer {layer}" for layer in range(1, layers + 1)), OUTPUT]
     return tuple(names[:count])
 
 

@@ -25,18 +25,23 @@ from fullrank.text.settings import DataConfig
 class BodyConfig:
     """The body. An AWD-LSTM reads the widths and its dropouts, a transformer widths, heads and dropout."""
 
-    kind: Literal["awd_lstm", "transformer"] = "awd_lstm"
+    kind: Literal["awd_lstm", "neox", "llama"] = "awd_lstm"
     layers: int = 3
     hidden: int = 1150
     """Width of every layer but an LSTM's last."""
     last: int = 400
     """Width of an LSTM's last layer."""
     embedding: int = 0
-    """Width of the input embedding; 0 is the head's, so that both can be tied."""
+    """Width of an LSTM's input embedding; 0 is the head's, so that both can be tied."""
     heads: int = 8
     """Attention heads of a transformer."""
     inner: int = 0
-    """Width inside a transformer's feed-forward layers; 0 is four times the hidden one."""
+    """Width inside a transformer's feed-forward layers; 0 is four times the hidden one, of llama 8/3."""
+    rate_width: int = 0
+    """Hidden width that optimiser.lr is for: a transformer's hidden matrices step at lr · this / hidden. 0 is
+    the hidden width as it is."""
+    vocabulary_multiple: int = 1
+    """The vocabulary is padded to a multiple of this."""
     dropout: float = 0.0
     """A transformer's dropout on attention and residuals; for an LSTM, of its last layer's output."""
     dropout_embedding: float = 0.0

@@ -71,12 +71,12 @@ def diagnose_run(
         progress=lambda share: progress("running the model", share),
     )
     build = Anatomy(
-        output=_output(run.model.head),
+        output=_output(run.model.lm_head),
         facts=_facts(run, read, states, checkpoint),
         states_rank=states.rank,
         blocks=(),
     )
-    head, name = run.model.head, run.corpus.vocabulary.token
+    head, name = run.model.lm_head, run.corpus.vocabulary.token
     # The body has done its work, and its memory is better used for what follows.
     del run
     kind = RowAnswers if states.single else MixtureAnswers
@@ -236,17 +236,17 @@ def _output(head: Head) -> OutputLayer:
 
 
 def _facts(run: Run, text: Text, states: RunStates, checkpoint: str) -> ModelFacts:
-    model, head = run.model, run.model.head
+    model, head = run.model, run.model.lm_head
     return ModelFacts(
         name=run.path.resolve().name,
         source="run",
-        architecture=f"{type(model.body).__name__} with {head.name}",
+        architecture=f"{type(model.model).__name__} with {head.name}",
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers=len(model.body.widths),
+        layers=model.config.num_hidden_layers,
         width=head.width,
         vocabulary=head.vocab,
         tokens=head.vocab,
-        tied=model.tied,
+        tied=model.config.tie_word_embeddings,
         bias=head.decoder.bias is not None,
         logit_scale=1.0,
         softcap=None,
@@ -259,7 +259,7 @@ def _facts(run: Run, text: Text, states: RunStates, checkpoint: str) -> ModelFac
 
 
 def _notes(run: Run, states: RunStates, checkpoint: str) -> Iterator[str]:
-    model, head = run.model, run.model.head
+    model, head = run.model, run.model.lm_head
     best = checkpoint == "best" and bool(checkpoints.found(run.path / CHECKPOINTS, "best"))
     which = (
         "the best by validation" if best else "the last that was kept" if checkpoint == "best" else "as asked"
@@ -278,7 +278,7 @@ def _notes(run: Run, states: RunStates, checkpoint: str) -> Iterator[str]:
         )
     elif states.layer_names[-1] == OUTPUT:
         yield "What enters the output matrix is the row that the head makes of the last layer's state."
-    if model.tied:
+    if model.config.tie_word_embeddings:
         yield "The output matrix is tied: it is the input embedding as well."
     if states.single and head.decoder.bias is not None:
         yield "The output layer has a bias: one dimension more than the width."

@@ -33,7 +33,9 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.models import LanguageModel
+from fullrank.models import FullrankForCausalLM
+from fullrank.models.anatomy import longest
+from fullrank.train import objective
 from fullrank.train.evaluate import (
     BLOCKS,
     IGNORED,
@@ -45,6 +47,9 @@ from fullrank.train.evaluate import (
     limited,
     summarise,
 )
+
+UNBOUNDED = 512
+"""Tokens that a body without a limit and without a state is given at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,7 @@ class DynamicEvaluation:
 
 
 def evaluate_dynamic(
-    model: LanguageModel,
+    model: FullrankForCausalLM,
     split: Split,
     train: Split,
     *,
@@ -134,7 +139,7 @@ def evaluate_dynamic(
 
 
 def gradient_rms(
-    model: LanguageModel,
+    model: FullrankForCausalLM,
     tokens: np.ndarray,
     *,
     eos: int,
@@ -162,7 +167,7 @@ def gradient_rms(
 
 
 def dynamic_losses(
-    model: LanguageModel,
+    model: FullrankForCausalLM,
     tokens: np.ndarray,
     statistics: list[Tensor],
     *,
@@ -179,7 +184,7 @@ def dynamic_losses(
     carried: tuple[Tensor, ...] = ()
     done = 0
     with gradients_without_dropout(model), restored(weights) as trained:
-        for ids, targets, fresh in _segments(model, tokens, eos, settings.length):
+        for ids, targets, fresh in _segments(model, tokens, eos, settings):
             nll, gradients, carried = _step(model, weights, ids, targets, () if fresh else carried, device)
             losses.append(nll)
             with torch.no_grad():
@@ -192,7 +197,7 @@ def dynamic_losses(
 
 
 @contextlib.contextmanager
-def gradients_without_dropout(model: LanguageModel) -> Iterator[None]:
+def gradients_without_dropout(model: FullrankForCausalLM) -> Iterator[None]:
     """Gradients in evaluation mode, whatever the caller's modes are."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_eval_mode(model))
@@ -214,7 +219,7 @@ def restored(weights: list[Tensor]) -> Iterator[list[Tensor]]:
                 weight.copy_(copy)
 
 
-def _weights(model: LanguageModel) -> list[Tensor]:
+def _weights(model: FullrankForCausalLM) -> list[Tensor]:
     weights: list[Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
     if not weights:
         raise FullrankError(
@@ -224,13 +229,13 @@ def _weights(model: LanguageModel) -> list[Tensor]:
 
 
 def _training_batches(
-    model: LanguageModel, tokens: np.ndarray, eos: int, settings: Dynamic
+    model: FullrankForCausalLM, tokens: np.ndarray, eos: int, settings: Dynamic
 ) -> tuple[Iterator[tuple[Tensor, Tensor, bool]], int]:
     """Batches of training text and their number.
 
     A body with a context reads whole windows, and fewer of them: a segment alone would show it no context.
     """
-    context = model.body.context
+    context = _window(model, settings)
     length = settings.length if context is None else min(context, len(tokens))
     batch = max(1, min(settings.batch * settings.length, len(tokens)) // length)
     number = math.ceil(len(tokens) / (batch * length))
@@ -238,15 +243,20 @@ def _training_batches(
     return stream, min(number, settings.batches) if settings.batches else number
 
 
+def _window(model: FullrankForCausalLM, settings: Dynamic) -> int | None:
+    """Tokens that a body with a context sees at once; None where a state is carried."""
+    return None if model.carries_state else longest(model) or max(UNBOUNDED, settings.length)
+
+
 def _segments(
-    model: LanguageModel, tokens: np.ndarray, eos: int, length: int
+    model: FullrankForCausalLM, tokens: np.ndarray, eos: int, settings: Dynamic
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """One row of text. A body with a context reads all of that for every segment, and counts the segment."""
-    context = model.body.context
+    context = _window(model, settings)
     if context is None:
-        yield from batches_of(model, tokens, eos=eos, batch=1, length=length)
+        yield from batches_of(model, tokens, eos=eos, batch=1, length=settings.length)
         return
-    length = min(length, context)
+    length = min(settings.length, context)
     for start in range(0, len(tokens), length):
         end = min(start + length, len(tokens))
         first = max(0, end - context)
@@ -258,7 +268,7 @@ def _segments(
 
 
 def _step(
-    model: LanguageModel,
+    model: FullrankForCausalLM,
     weights: list[Tensor],
     ids: Tensor,
     targets: Tensor,
@@ -267,14 +277,14 @@ def _step(
 ) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
     """Losses of the counted tokens, gradients of their mean, and what is carried on."""
     targets = targets.to(device)
-    prediction = model(ids.to(device), targets, carried, reduction="none")
+    found = objective.token_losses(model, ids.to(device), targets, carried)
     counted = targets != IGNORED
     gradients = torch.autograd.grad(
-        prediction.value.sum() / counted.sum(), weights, allow_unused=True, materialize_grads=True
+        found.nll.sum() / counted.sum(), weights, allow_unused=True, materialize_grads=True
     )
     # Gradients end at the segment's start.
-    carried = tuple(tensor.detach() for tensor in prediction.carried)
-    return prediction.nll[counted], list(gradients), carried
+    carried = tuple(tensor.detach() for tensor in found.carried)
+    return found.nll.detach()[counted], list(gradients), carried
 
 
 def _decay_rates(statistics: list[Tensor], decay: float) -> list[Tensor]:

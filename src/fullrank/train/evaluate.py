@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,8 +28,10 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.fit import estimates
-from fullrank.models import LanguageModel
+from fullrank.models import FullrankForCausalLM
+from fullrank.models.anatomy import longest
 from fullrank.results.evaluation import FrequencyBin
+from fullrank.train import objective
 from fullrank.train.batches import IGNORED, evaluation_streams, evaluation_windows
 
 BLOCKS = 64
@@ -73,7 +75,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: LanguageModel,
+    model: FullrankForCausalLM,
     split: Split,
     *,
     eos: int,
@@ -125,7 +127,7 @@ def limited(tokens: np.ndarray, limit: int) -> np.ndarray:
 
 
 def token_losses(
-    model: LanguageModel,
+    model: FullrankForCausalLM,
     tokens: np.ndarray,
     *,
     eos: int,
@@ -148,23 +150,24 @@ def token_losses(
 
     losses = torch.full((len(tokens),), torch.nan)
     waiting: list[tuple[Tensor, Tensor, Tensor]] = []
-    done, carried = 0, ()
-    with in_eval_mode(model), torch.no_grad(), _states_of(model, keep is not None) as states:
+    done = 0
+    carried: objective.Carried = ()
+    with in_eval_mode(model), torch.no_grad():
         for ids, targets, fresh, position in _places(batches, tokens):
-            prediction = model(
+            found = objective.token_losses(
+                model,
                 ids.to(device, non_blocking=True),
                 targets.to(device, non_blocking=True),
                 () if fresh else carried,
-                reduction="none",
             )
-            carried = prediction.carried
+            carried = found.carried
             counted = targets != IGNORED
-            waiting.append((prediction.nll, counted, position))
+            waiting.append((found.nll, counted, position))
             done += len(position)
             if len(waiting) * targets.numel() > _PENDING:
                 _settle(losses, waiting)
             if keep is not None:
-                keep(position, states.pop().float().cpu()[counted])
+                keep(position, found.state.float().cpu()[counted])
             if progress is not None:
                 progress(done / len(tokens))
         _settle(losses, waiting)
@@ -216,11 +219,16 @@ def _settle(losses: Tensor, waiting: list[tuple[Tensor, Tensor, Tensor]]) -> Non
 
 
 def batches_of(
-    model: LanguageModel, tokens: np.ndarray, *, eos: int, batch: int, length: int, stride: int | None = None
+    model: FullrankForCausalLM,
+    tokens: np.ndarray,
+    *,
+    eos: int,
+    batch: int,
+    length: int,
+    stride: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """ids, targets [batch, time] and whether the text starts afresh: streams or windows, by the body."""
-    context = model.body.context
-    if context is None:
+    if model.carries_state:
         if stride is not None and stride != length:
             raise FullrankError(
                 f"stride={stride} is for bodies with a context, this one carries its state over the whole "
@@ -228,7 +236,8 @@ def batches_of(
             )
         # More rows than tokens would be empty.
         return evaluation_streams(tokens, eos, min(batch, max(1, len(tokens))), length)
-    if length > context:
+    context = longest(model)
+    if context is not None and length > context:
         raise FullrankError(f"length={length} is more than the body's context of {context}: use {context}")
     return evaluation_windows(tokens, eos, batch, length, length if stride is None else stride)
 
@@ -288,24 +297,6 @@ def _blocks(counted: int, blocks: int) -> Tensor:
     if blocks < 2:
         raise FullrankError(f"blocks={blocks} give no standard error: expected at least 2")
     return torch.arange(counted) * min(blocks, counted) // max(counted, 1)
-
-
-@contextlib.contextmanager
-def _states_of(model: LanguageModel, wanted: bool) -> Iterator[list[Tensor]]:
-    """A list that holds the last layer's states of the latest call, what the head reads."""
-    states: list[Tensor] = []
-    if not wanted:
-        yield states
-        return
-
-    def store(_module: Any, _inputs: Any, output: Any) -> None:
-        states[:] = [output.states[0]]
-
-    handle = model.body.register_forward_hook(store)
-    try:
-        yield states
-    finally:
-        handle.remove()
 
 
 __all__ = [

@@ -1,6 +1,8 @@
 """A run directory: who uses it, what it was made from, and how its weights are read back.
 
-RUN/config.json      the settings and the digest of the data; a run of another config is refused
+RUN/run.json         the settings and the digest of the data; a run of another config is refused
+RUN/config.json, model.safetensors, tokenizer.json, ...    the best model so far, for `from_pretrained`: the
+                     files of its checkpoint under a second name
 RUN/tokens/          the tokens, built once (data.py)
 RUN/checkpoints/     checkpoint.py
 RUN/log.jsonl        everything that happened (log.py)
@@ -26,12 +28,13 @@ from fullrank.train import checkpoint as checkpoints
 from fullrank.train.config import Config, from_json, to_json
 
 if TYPE_CHECKING:
-    from fullrank.models import LanguageModel
+    from fullrank.models import FullrankForCausalLM
     from fullrank.text.store import Corpus
 
-CONFIG = "config.json"
+CONFIG = "run.json"
 CHECKPOINTS = "checkpoints"
 LOG = "log.jsonl"
+WEIGHTS = "model.safetensors"
 TOKENS = "tokens"
 
 
@@ -84,7 +87,6 @@ def _refuse_strange(path: Path) -> None:
     if not path.is_dir():
         return
     if (path / CONFIG).exists():
-        # Many a program writes a config.json.
         _document(path)
         return
     early = {".lock", TOKENS, *(one.name for one in _unfinished(path))}
@@ -95,7 +97,8 @@ def _refuse_strange(path: Path) -> None:
 
 def _unfinished(path: Path) -> list[Path]:
     """What `write_whole` leaves where it is killed."""
-    return [one for name in (CONFIG, LOG, "results.json", "report.html") for one in path.glob(f".{name}.*")]
+    names = (CONFIG, LOG, "results.json", "report.html", "published")
+    return [one for name in names for one in path.glob(f".{name}.*")]
 
 
 def clean(path: Path) -> None:
@@ -119,15 +122,31 @@ def link_tokens(built: Path, into: Path) -> None:
     there = into / built.name
     there.mkdir(parents=True, exist_ok=True)
     for file in built.iterdir():
-        own, temporary = there / file.name, there / f".{file.name}"
-        if own.exists() and own.samefile(file):
-            continue
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(file, temporary)
-        except OSError:
-            shutil.copyfile(file, temporary)
-        os.replace(temporary, own)
+        _link(file, there / file.name, there / f".{file.name}")
+
+
+def publish(stored: Path) -> None:
+    """Let the run directory itself be a checkpoint's model: its files, one after the other, weights last.
+
+    All but the weights are the same in every checkpoint of a run, so there is no moment at which they are of
+    different models.
+    """
+    run = stored.parent.parent
+    names = sorted(file.name for file in stored.glob("*.json") if file.name != checkpoints.MANIFEST)
+    for name in (*names, WEIGHTS):
+        _link(stored / name, run / name, run / f".published.{name}")
+
+
+def _link(file: Path, own: Path, temporary: Path) -> None:
+    """A second name, or a second copy where the file system has no such thing; whole or not at all."""
+    if own.exists() and own.samefile(file):
+        return
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(file, temporary)
+    except OSError:
+        shutil.copyfile(file, temporary)
+    os.replace(temporary, own)
 
 
 def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -163,7 +182,7 @@ class Run:
     path: Path
     config: Config
     corpus: Corpus
-    model: LanguageModel
+    model: FullrankForCausalLM
     """In eval mode, with the weights of `step`; those of the average where the run averaged."""
     step: int
 
@@ -176,17 +195,15 @@ def open_run(path: Path, *, checkpoint: str = "best", device: str = "cpu") -> Ru
     import torch
 
     from fullrank.text import store as data
-    from fullrank.train.build import build
+    from fullrank.train.model import build
 
     config = config_of(path)
     stored = _chosen(path, checkpoint)
     corpus = data.load(_tokens(path))
     model = build(config, corpus.vocabulary.size)
-    load_weights(model, stored)
-    model.eval()
-    return Run(
-        path=path, config=config, corpus=corpus, model=model.to(torch.device(device)), step=stored.step
-    )
+    restore(model, stored.groups["model"], stored.path)
+    torch.nn.Module.to(model.eval(), torch.device(device))
+    return Run(path=path, config=config, corpus=corpus, model=model, step=stored.step)
 
 
 def _chosen(path: Path, which: str) -> checkpoints.Stored:
@@ -205,21 +222,13 @@ def _chosen(path: Path, which: str) -> checkpoints.Stored:
     return checkpoints.read(wanted[0])
 
 
-def load_weights(model: LanguageModel, stored: checkpoints.Stored) -> None:
-    """Put a checkpoint's weights into a plain model: the average where there is one."""
-    restore(model, weights_of(stored), stored.path)
-
-
-def weights_of(stored: checkpoints.Stored) -> dict[str, Any]:
-    """The weights that evaluation takes: the average where there is one."""
-    return stored.groups.get("average") or stored.groups["model"]
-
-
 def restore(model: Any, weights: dict[str, Any], path: Path) -> None:
     """Copy named weights into a module; raises where names or shapes differ."""
     import torch
 
-    own = dict(model.named_parameters())
+    from fullrank.train.weights import stored_buffers
+
+    own = {**dict(model.named_parameters()), **stored_buffers(model)}
     missing, unknown = own.keys() - weights.keys(), weights.keys() - own.keys()
     other = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
     if missing or unknown or other:

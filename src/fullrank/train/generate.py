@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.models import LanguageModel
-from fullrank.models.body import Carried
+from fullrank.models import FullrankForCausalLM
+from fullrank.models.anatomy import longest
 from fullrank.text.vocabulary import Vocabulary
 from fullrank.train.evaluate import in_eval_mode
+from fullrank.train.objective import Carried
 
 POINTED = 256
 """Tokens that a pointing head sees over a recurrent body."""
 
 
 def generate(
-    model: LanguageModel,
+    model: FullrankForCausalLM,
     vocabulary: Vocabulary,
     prompt: str,
     *,
@@ -113,22 +114,21 @@ def check(*, tokens: int, temperature: float, top_k: int, top_p: float) -> None:
         raise FullrankError(f"top_p={top_p} is impossible: expected 0 < top_p <= 1")
 
 
-def _window(model: LanguageModel) -> int | None:
+def _window(model: FullrankForCausalLM) -> int | None:
     """Tokens that are read again for every token; None where a state is carried."""
-    context = model.body.context
-    if context is None and model.head.needs_context:
-        return POINTED
-    return context
+    if model.carries_state:
+        return POINTED if model.lm_head.needs_context else None
+    return longest(model)
 
 
-def _next(model: LanguageModel, ids: Tensor, carried: Carried) -> tuple[Tensor, Carried]:
+def _next(model: FullrankForCausalLM, ids: Tensor, carried: Carried) -> tuple[Tensor, Carried]:
     """Log-probabilities [V] after ids [1, time], and what is carried on where a state is carried."""
-    if model.head.needs_context:
-        return model(ids).value[0, -1], ()
+    states, context, output = model.head_inputs(ids, state=carried or None)
+    if context is not None:
+        return model.lm_head(states, context=context)[0, -1], ()
     # Log-probabilities at the last place only: a long prompt times V would be a large tensor.
-    output = model.body(ids, carried)
-    states = [state[:, -1:].contiguous() for state in output.states[: model.head.states]]
-    return model.head(states)[0, -1], output.carried
+    last = [state[:, -1:].contiguous() for state in states]
+    return model.lm_head(last)[0, -1], tuple(output.state or ()) if model.carries_state else ()
 
 
 __all__ = ["choose", "generate"]

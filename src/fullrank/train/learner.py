@@ -21,14 +21,14 @@ from torch import Tensor
 from fullrank.errors import FullrankError
 from fullrank.fit import optimiser
 from fullrank.heads.vocab_parallel import VocabParallelHead, clip_gradients, ignored_parameters, shard
-from fullrank.models import LanguageModel
-from fullrank.models.body import Carried
+from fullrank.models import FullrankForCausalLM
 from fullrank.text.store import Corpus
 from fullrank.train import evaluate, folder, weights
 from fullrank.train.batches import Batch
-from fullrank.train.build import build, start_at_unigram
 from fullrank.train.checkpoint import Stored
 from fullrank.train.config import Config
+from fullrank.train.model import build, start_at_unigram, step_with_width
+from fullrank.train.objective import Carried, Objective
 
 
 class Learner:
@@ -51,18 +51,18 @@ class Learner:
         """The model itself, without what accelerate puts around it."""
         self.parameters = sum(parameter.numel() for parameter in self.bare.parameters())
         if stored is not None:
-            folder.restore(self.bare, stored.groups["model"], stored.path)
+            folder.restore(self.bare, stored.groups.get("live") or stored.groups["model"], stored.path)
         elif config.head.unigram:
             tokens = corpus.splits["train"].tokens
-            counts = evaluate.token_counts(tokens, self.vocabulary)
-            start_at_unigram(self.bare.head, counts, lift=config.head.lift)
+            counts = evaluate.token_counts(tokens, self.bare.lm_head.vocab)
+            start_at_unigram(self.bare.lm_head, counts, lift=config.head.lift)
         self._spread(vocab_parallel=vocab_parallel, fsdp=fsdp)
         self.average: optimiser.Average | None = None
         self.carried: Carried = ()
         if stored is not None:
             self._restore(stored)
 
-    def blank(self) -> LanguageModel:
+    def blank(self) -> FullrankForCausalLM:
         """A whole model of this architecture, on the CPU."""
         return build(self.config, self.vocabulary)
 
@@ -77,22 +77,28 @@ class Learner:
                     "--set head.tie=false"
                 )
             self.bare.to(self.machine.device)
-            self.bare.head = shard(self.bare.head)
-            ignored_parameters(self.bare)
+            self.bare.lm_head = shard(self.bare.lm_head)
+        config = self.config
+        objective = Objective(
+            self.bare, activation=config.activation, temporal=config.temporal, balance=config.head.balance
+        )
+        if vocab_parallel:
+            ignored_parameters(objective)
         # FSDP2 gathers the weights of one of these after another.
-        self.bare._no_split_modules = sorted(  # type: ignore[assignment]
+        objective._no_split_modules = sorted(  # type: ignore[assignment]
             {
                 type(layer).__name__
-                for layers in self.bare.body.modules()
+                for layers in self.bare.model.modules()
                 if isinstance(layers, torch.nn.ModuleList)
                 for layer in layers
             }
         )
-        made = optimiser.make(self.bare, self.config.optimiser, self.machine.device)
-        self.model, self.optimiser = self.machine.prepare(self.bare, made)
-        self.bare = self.machine.unwrap_model(self.model)
+        made = optimiser.make(self.bare, config.optimiser, self.machine.device)
+        step_with_width(made, self.bare, config.body)
+        self.objective, self.optimiser = self.machine.prepare(objective, made)
+        self.bare = self.machine.unwrap_model(self.objective).model
         self.sharded = vocab_parallel or fsdp
-        self.plain: LanguageModel | None = None
+        self.plain: FullrankForCausalLM | None = None
         """The whole copy of a sharded model, on the main process."""
         if self.sharded and self.machine.is_main_process:
             self.plain = self.blank().to(self.machine.device)
@@ -101,12 +107,12 @@ class Learner:
         """Optimiser, average and carried state of a checkpoint."""
         weights.scatter_optimiser(self.bare, self.inner_optimiser, stored.groups["optimiser"])
         # An average that has begun may have no iterate yet.
-        if "average" in stored.groups:
+        if "live" in stored.groups:
             self.average = optimiser.Average(self.bare)
             self.average.count = stored.state.get("averaged", 0)
             self.average.mean = {
                 name: weights.part(
-                    self.bare, name, parameter, stored.groups["average"][weights.plain_name(name)]
+                    self.bare, name, parameter, stored.groups["model"][weights.plain_name(name)]
                 ).clone()
                 for name, parameter in self.bare.named_parameters()
             }
@@ -152,11 +158,11 @@ class Learner:
         for number in range(parts):
             some = slice(number * size, (number + 1) * size)
             last = number + 1 == parts
-            quiet = contextlib.nullcontext() if last else self.machine.no_sync(self.model)
+            quiet = contextlib.nullcontext() if last else self.machine.no_sync(self.objective)
             with quiet:
                 before = tuple(tensor[some] for tensor in self.carried)
                 with torch.autocast(device, torch.bfloat16, enabled=half):
-                    out = self.model(ids[some], targets[some], before)
+                    out = self.objective(ids[some], targets[some], before)
                 self.machine.backward(out.value / parts)
             total += out.nll / parts
             carried.append(out.carried)
@@ -165,13 +171,13 @@ class Learner:
 
     def _clip(self) -> Tensor:
         most = self.config.optimiser.clip or math.inf
-        if isinstance(self.bare.head, VocabParallelHead):
+        if isinstance(self.bare.lm_head, VocabParallelHead):
             return clip_gradients(self.bare, most)
         norm = torch.nn.utils.clip_grad_norm_(self.bare.parameters(), most)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     @contextlib.contextmanager
-    def evaluated(self) -> Iterator[LanguageModel]:
+    def evaluated(self) -> Iterator[FullrankForCausalLM]:
         """The model to evaluate on this process: averaged where there is an average, whole where sharded."""
         with self.average.swapped_in(self.bare) if self.average is not None else contextlib.nullcontext():
             every = weights.gather(self.bare) if self.sharded else {}
@@ -182,12 +188,12 @@ class Learner:
     def whole(self) -> dict[str, weights.Whole]:
         """All that a checkpoint holds of this, by group."""
         groups = {
-            "model": weights.gather(self.bare),
+            "model": weights.gather_model(self.bare, None if self.average is None else self.average.mean),
             "optimiser": weights.gather_optimiser(self.bare, self.inner_optimiser),
             "carried": self._whole_carried(),
         }
         if self.average is not None:
-            groups["average"] = weights.gather(self.bare, self.average.mean)
+            groups["live"] = weights.gather_model(self.bare)
         return groups
 
     def _whole_carried(self) -> weights.Whole:

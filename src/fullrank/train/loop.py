@@ -26,13 +26,14 @@ from torch import Tensor
 from fullrank.diagnose import monitors
 from fullrank.errors import FullrankError
 from fullrank.fit import optimiser
-from fullrank.models import LanguageModel
+from fullrank.models import FullrankForCausalLM
 from fullrank.text import store as data
 from fullrank.train import batches, checkpoint, evaluate, folder, monitor, weights
 from fullrank.train.config import Config, to_json
 from fullrank.train.journal import Journal, Show
 from fullrank.train.learner import Learner
 from fullrank.train.log import available, finished
+from fullrank.train.model import model_files
 from fullrank.train.pace import Pace, own_rows
 from fullrank.train.processes import Stop, accelerator, joined, one_voice, require_same, seed_step
 from fullrank.train.state import State
@@ -95,6 +96,7 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
             folder.claim(options.out, config, corpus.digest)
             folder.link_tokens(corpus.folder, options.out / folder.TOKENS)
             checkpoint.drop_best(options.out / folder.CHECKPOINTS, after=session.state.step)
+            session.publish()
         try:
             return session.run(stop, trackers)
         finally:
@@ -129,13 +131,14 @@ class Session:
         self.tally = Tally(machine, self.state.counts)
         self.journal = Journal(machine, options.out, self.state, show, steps=self.pace.steps)
         self._saved = self.state.step if self.resumed else -1
+        self._files = model_files(self.learner.bare, corpus.vocabulary) if self.main else {}
 
     def run(self, stop: Stop, trackers: tuple[str, ...]) -> Outcome:
         pace, state = self.pace, self.state
         if state.ended and finished(self.options.out / folder.LOG):
             return Outcome(reason="finished", step=state.step, steps=pace.steps, fresh=False)
         self._open(trackers)
-        self.learner.model.train()
+        self.learner.objective.train()
         every = pace.checkpoint_every
         while not state.ended:
             self._stage()
@@ -180,7 +183,7 @@ class Session:
         """Validation tokens that monitors look at: rows from all over the split."""
         tokens = self.corpus.splits["valid"].tokens
         length = min(self.config.length, len(tokens))
-        wanted = monitors.contexts_wanted(self.learner.bare.head)
+        wanted = monitors.contexts_wanted(self.learner.bare.lm_head)
         rows = max(1, min(-(-wanted // length) + 1, len(tokens) // length))
         starts = [round(row * (len(tokens) - length) / max(1, rows - 1)) for row in range(rows)]
         return torch.stack(
@@ -198,7 +201,7 @@ class Session:
             if state.best_step is not None:
                 # The main process may still be writing it.
                 self.machine.wait_for_everyone()
-                weights.scatter(self.learner.bare, folder.weights_of(self._best()))
+                weights.scatter(self.learner.bare, self._best().groups["model"])
             state.stage, state.stage_step, state.history = "finetune", state.step, []
             self._begin_average()
             self.learner.carried = ()
@@ -276,18 +279,25 @@ class Session:
             if state.best_loss is None or loss < state.best_loss:
                 state.best_loss, state.best_step = loss, state.step
                 if self.main:
-                    best, about = {"model": weights.gather(model)}, {"loss": loss, "averaged": averaged}
-                    checkpoint.write(self.checkpoints, "best", state.step, best, about)
+                    best, about = {"model": weights.gather_model(model)}, {"loss": loss, "averaged": averaged}
+                    checkpoint.write(self.checkpoints, "best", state.step, best, about, self._files)
+                    self.publish()
         self._decide()
 
-    def _score(self, model: LanguageModel, split: str, limit: int) -> evaluate.Evaluation:
+    def publish(self) -> None:
+        """The run directory is the best model so far."""
+        best = checkpoint.found(self.checkpoints, "best")
+        if best:
+            folder.publish(best[-1])
+
+    def _score(self, model: FullrankForCausalLM, split: str, limit: int) -> evaluate.Evaluation:
         config = self.config
         return evaluate.evaluate(
             model, self.corpus.splits[split], eos=self.corpus.vocabulary.eos, batch=config.evaluate_batch,
             length=config.length, limit=limit, device=self.machine.device,
         )  # fmt: skip
 
-    def _measured(self, model: LanguageModel) -> dict[str, Any]:
+    def _measured(self, model: FullrankForCausalLM) -> dict[str, Any]:
         """The monitors; a model too strange to be measured trains on, and may recover."""
         try:
             return monitor.measure(model, self._ids.to(self.machine.device), seed=self.config.seed)
@@ -319,13 +329,14 @@ class Session:
         if self._saved == state.step:
             return
         groups = self.learner.whole()
-        if not all(bool(torch.isfinite(one).all()) for one in groups["model"].values()):
+        live = groups.get("live", groups["model"])
+        if not all(bool(torch.isfinite(one).all()) for one in live.values()):
             # A finite gradient times a large rate: no loss has seen these weights yet.
             raise self._not_finite("the weights are not finite after", state.step, self.tally.last)
         state.counts = self.tally.to_json()
         if self.main:
             self.journal.sync()
-            checkpoint.write(self.checkpoints, "step", state.step, groups, state.to_json())
+            checkpoint.write(self.checkpoints, "step", state.step, groups, state.to_json(), self._files)
             # Not before: the checkpoint just written is the first that names the new best.
             checkpoint.prune(self.checkpoints, self.config.keep)
         self._saved = state.step
@@ -346,7 +357,7 @@ class Session:
         """Validation and test with the best weights."""
         if self.main:
             model, best = self.learner.blank(), self._best()
-            folder.load_weights(model, best)
+            folder.restore(model, best.groups["model"], best.path)
             model.to(self.machine.device)
             limit = self.config.final_tokens
             valid, test = self._score(model, "valid", limit), self._score(model, "test", limit)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from fullrank.diagnose import monitors
-from fullrank.models import LanguageModel
+from fullrank.models import FullrankForCausalLM
 
 
 @torch.no_grad()
 def measure(
-    model: LanguageModel, ids: Tensor, *, seed: int = 0, rank_contexts: int | None = None
+    model: FullrankForCausalLM, ids: Tensor, *, seed: int = 0, rank_contexts: int | None = None
 ) -> monitors.Monitors:
     """Every monitor that applies to the model's head, from ids [batch, time], each row of a text of its own.
 
@@ -19,7 +19,7 @@ def measure(
     """
     if ids.ndim != 2:
         # Before the body complains in its own words.
-        return monitors.measure(model.head, [], ids)
+        return monitors.measure(model.lm_head, [], ids)
     with monitors.evaluating(model), torch.autocast(ids.device.type, enabled=False):
-        states = model.body(ids).states
-        return monitors.measure(model.head, states, ids, seed=seed, rank_contexts=rank_contexts)
+        states = model.head_inputs(ids).states
+        return monitors.measure(model.lm_head, states, ids, seed=seed, rank_contexts=rank_contexts)

@@ -4,7 +4,18 @@ awd-lstm-ptb, awd-lstm-wt2   as published with the mixture of softmaxes (Yang et
                              the plain head, with AWD-LSTM (Merity et al. 2017, 1708.02182): NT-ASGD for up
                              to 1000 epochs, then a finetune stage
 awd-lstm                     ours: the same family of body, AdamW, a larger batch, far fewer epochs
-transformer-{tiny,14m,...}   Pythia's widths and depths (Biderman et al. 2023, 2304.01373) on byte-level BPE
+pythia-{14m,...,410m}        GPT-NeoX with Pythia's widths, depths, spreads and rates (Biderman et al. 2023,
+                             2304.01373): lr, betas 0.9 and 0.95, weight decay 0.1, clip 1, 1% of warm-up,
+                             cosine to a tenth are those of EleutherAI/pythia, models/SIZE/pythia-SIZE.yml.
+                             Its tokeniser has 50,277 entries, which make V = 50,304. The batch is ours: 64
+                             sequences of 512 tokens in place of 1,024 of 2,048
+llama-{tiny,14m,60m,...}     the same settings on a Llama body; sizes from 60m on as GaLore has them (Zhao et
+                             al. 2024, 2403.03507, configs/llama_SIZE.json of jiaweizzhao/GaLore), V = 32,000
+transformer-{tiny,14m,...}   tiny is ours, a pythia-14m of two layers for two cores and a few minutes; the
+                             others are Pythia's with a vocabulary of 16,384
+
+With --set body.hidden another width: spreads follow it, and so do the rates of hidden matrices
+(`model.step_with_width`).
 """
 
 from __future__ import annotations
@@ -13,11 +24,10 @@ import difflib
 from collections.abc import Callable
 from dataclasses import replace as replaced
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import find as find_head
-from fullrank.models.build import PYTHIA
 from fullrank.train.config import BodyConfig, Config, DataConfig, HeadConfig, OptimiserConfig
 
 
@@ -94,29 +104,71 @@ def awd_lstm(head: str) -> Config:
     )  # fmt: skip
 
 
-def transformer(size: str, head: str) -> Config:
-    """A Pythia of some size; `tiny` is ours, for two cores and a few minutes."""
-    layers, hidden, heads, inner = PYTHIA[size]
-    tiny = size == "tiny"
-    return Config(
-        recipe=f"transformer-{size}",
-        data=DataConfig(level="bpe", bpe_size=4096 if tiny else 16384),
-        body=BodyConfig(kind="transformer", layers=layers, hidden=hidden, heads=heads, inner=inner),
-        head=HeadConfig(name=head, components=4, bias=False, tie=tiny),
-        optimiser=OptimiserConfig(
-            lr=2e-3 if tiny else 1e-3, weight_decay=0.1, beta2=0.95, clip=1.0, warmup=0.03, final=0.1
+class Size(NamedTuple):
+    """Of a transformer; the width inside follows from the hidden one."""
+
+    layers: int
+    hidden: int
+    heads: int
+    lr: float
+
+
+TINY = Size(layers=2, hidden=128, heads=4, lr=2e-3)
+PYTHIA = {
+    "14m": Size(layers=6, hidden=128, heads=4, lr=1e-3),
+    "31m": Size(layers=6, hidden=256, heads=8, lr=1e-3),
+    "70m": Size(layers=6, hidden=512, heads=8, lr=1e-3),
+    "160m": Size(layers=12, hidden=768, heads=12, lr=6e-4),
+    "410m": Size(layers=24, hidden=1024, heads=16, lr=3e-4),
+}
+LLAMA = {
+    "tiny": TINY,
+    "14m": Size(layers=6, hidden=128, heads=4, lr=1e-3),
+    "60m": Size(layers=8, hidden=512, heads=8, lr=1e-3),
+    "130m": Size(layers=12, hidden=768, heads=12, lr=6e-4),
+    "350m": Size(layers=24, hidden=1024, heads=16, lr=3e-4),
+}
+
+
+def transformer(name: str, kind: Literal["neox", "llama"], size: Size, entries: int, head: str) -> Config:
+    """A transformer on byte-level BPE of at most so many entries."""
+    layers, hidden, heads, lr = size
+    config = Config(
+        recipe=name,
+        data=DataConfig(level="bpe", bpe_size=entries),
+        body=BodyConfig(
+            kind=kind, layers=layers, hidden=hidden, heads=heads, rate_width=hidden,
+            vocabulary_multiple=128,
         ),
-        batch=8 if tiny else 64, length=128 if tiny else 512, epochs=1.0, steps=400 if tiny else 0,
-        evaluate_every=50 if tiny else 0, evaluate_tokens=8192 if tiny else 0,
-        final_tokens=32768 if tiny else 0, evaluate_batch=16,
+        head=HeadConfig(name=head, components=4, bias=False, tie=False),
+        optimiser=OptimiserConfig(lr=lr, weight_decay=0.1, beta2=0.95, clip=1.0, warmup=0.01, final=0.1),
+        batch=64, length=512, epochs=1.0, evaluate_batch=16,
     )  # fmt: skip
+    if size is not TINY:
+        return config
+    return replaced(
+        config, data=replaced(config.data, bpe_size=4096), head=replaced(config.head, tie=True),
+        optimiser=replaced(config.optimiser, warmup=0.03), batch=8, length=128, steps=400, evaluate_every=50,
+        evaluate_tokens=8192, final_tokens=32768,
+    )  # fmt: skip
+
+
+def _family(
+    prefix: str, kind: Literal["neox", "llama"], sizes: dict[str, Size], entries: int
+) -> dict[str, Callable[[str], Config]]:
+    return {
+        f"{prefix}-{name}": partial(transformer, f"{prefix}-{name}", kind, size, entries)
+        for name, size in sizes.items()
+    }
 
 
 RECIPES: dict[str, Callable[[str], Config]] = {
     "awd-lstm-ptb": awd_lstm_ptb,
     "awd-lstm-wt2": awd_lstm_wt2,
     "awd-lstm": awd_lstm,
-    **{f"transformer-{size}": partial(transformer, size) for size in PYTHIA},
+    **_family("pythia", "neox", PYTHIA, 50_277),
+    **_family("llama", "llama", LLAMA, 32_000),
+    **_family("transformer", "neox", {"tiny": TINY, **PYTHIA}, 16_384),
 }
 
 

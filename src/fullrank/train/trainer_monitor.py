@@ -88,7 +88,7 @@ class FullrankMonitor(TrainerCallback):
             device = head.decoder.weight.device
             ids, seen = ids.to(device), seen.to(device)
             with torch.autocast(device.type, enabled=False):
-                states, context = view.head_inputs(ids, seen.long())
+                states, context, _ = view.head_inputs(ids, seen.long())
             ids = ids if context is None else context
             return monitors.measure(head, states, ids, seen=seen, seed=self.seed, rank_contexts=self.contexts)
 

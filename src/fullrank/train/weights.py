@@ -20,12 +20,12 @@ Whole = dict[str, Tensor]
 
 def plain_name(name: str) -> str:
     """A parameter's name in the model of one process."""
-    return name.replace("head.inner.", "head.", 1)
+    return name.replace("lm_head.inner.", "lm_head.", 1)
 
 
 def _is_shard(model: nn.Module, name: str) -> bool:
-    head = getattr(model, "head", None)
-    return isinstance(head, VocabParallelHead) and name.startswith("head.decoder.")
+    head = getattr(model, "lm_head", None)
+    return isinstance(head, VocabParallelHead) and name.startswith("lm_head.decoder.")
 
 
 def whole(model: Any, name: str, tensor: Tensor) -> Tensor:
@@ -34,14 +34,14 @@ def whole(model: Any, name: str, tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     elif tensor.ndim and _is_shard(model, name):
-        tensor = model.head.all_rows(tensor)
+        tensor = model.lm_head.all_rows(tensor)
     return tensor.to("cpu", copy=True)
 
 
 def part(model: Any, name: str, parameter: Tensor, tensor: Tensor) -> Tensor:
     """This process's part of a whole tensor, where and as the parameter is; a copy, so the whole can go."""
     if tensor.ndim and _is_shard(model, name):
-        tensor = model.head.own_rows(tensor)
+        tensor = model.lm_head.own_rows(tensor)
     tensor = tensor.to(parameter.device, copy=True)
     if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
@@ -52,6 +52,18 @@ def gather(model: nn.Module, values: dict[str, Tensor] | None = None) -> Whole:
     """All parameters, or other values under their names."""
     values = dict(model.named_parameters()) if values is None else values
     return {plain_name(name): whole(model, name, value) for name, value in values.items()}
+
+
+def stored_buffers(model: nn.Module) -> Whole:
+    """What a model stores beside its parameters, as mixtape its order of tokens."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {plain_name(name): value for name, value in model.state_dict().items() if name not in parameters}
+
+
+def gather_model(model: nn.Module, values: dict[str, Tensor] | None = None) -> Whole:
+    """All that `save_pretrained` would store, a tied matrix once; `values` are others for the parameters."""
+    buffers = {name: value.to("cpu", copy=True) for name, value in stored_buffers(model).items()}
+    return {**gather(model, values), **buffers}
 
 
 @torch.no_grad()

@@ -264,7 +264,7 @@ def _loss(model: Any, ids: Tensor, align: float) -> Tensor:
     head = model.lm_head
     if not align or not isinstance(head, CacheHead):
         return cast(Tensor, model(input_ids=ids, labels=ids, use_cache=False).loss)
-    states, context = model.head_inputs(ids)
+    states, context, _ = model.head_inputs(ids)
     targets = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
     ranking = alignment_loss(head, states, targets, context=context)
     return cast(Tensor, head(states, targets, context=context)) + align * ranking

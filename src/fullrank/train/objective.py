@@ -1,0 +1,99 @@
+"""What training minimises: a model's mean nats per token, and penalties on its states and priors.
+
+    loss = nll + activation · mean(h²) + temporal · mean((r_t - r_{t-1})²) + balance · var(m) / mean(m)²
+
+h [batch, time, H] are the last layer's states as the head reads them and r the same before dropout: the
+penalties of AWD-LSTM (Merity et al. 2017, 1708.02182). m [K] are the priors of a mixture summed over the
+batch: DOC's penalty (Takase et al. 2018, 1808.10143), whose released code sums over time alone and multiplies
+by K - 1. The model stays a plain one of transformers; only a training step has penalties.
+
+Targets [batch, time] are the next tokens, shifted by whoever cut the text: a part of a text ends with a
+target that it does not hold. `carried` is the state of a recurrent body after a part, empty for others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+from torch import Tensor, nn
+
+from fullrank.errors import FullrankError
+from fullrank.models import FullrankForCausalLM
+from fullrank.ops.arguments import compute_dtype
+
+Carried = tuple[Tensor, ...]
+"""What a recurrent body hands to the next part of the same texts: tensors [batch, ...]. Empty for others."""
+
+
+class Prediction(NamedTuple):
+    value: Tensor
+    """The loss to differentiate, penalties included."""
+    nll: Tensor
+    """Mean nats per token without penalties; detached."""
+    carried: Carried
+
+
+class TokenLosses(NamedTuple):
+    """Of a model without penalties."""
+
+    nll: Tensor
+    """[batch, time] nats; 0 where a target does not count."""
+    carried: Carried
+    state: Tensor
+    """[batch, time, H], the last layer's, as the head reads it."""
+
+
+class Objective(nn.Module):
+    """Call it only through forward, so that wrappers that shard or average its weights see every call."""
+
+    def __init__(
+        self,
+        model: FullrankForCausalLM,
+        *,
+        activation: float = 0.0,
+        temporal: float = 0.0,
+        balance: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if balance and not model.lm_head.mixture:
+            raise FullrankError(
+                f"{model.lm_head.name} has no prior over components to balance: set head.balance=0"
+            )
+        self.model = model
+        self.activation, self.temporal, self.balance = activation, temporal, balance
+
+    def forward(self, ids: Tensor, targets: Tensor, carried: Carried = ()) -> Prediction:
+        states, _, output = self.model.head_inputs(ids, state=carried or None)
+        found = self.model.lm_head(states, targets, context=ids, return_prior=self.balance > 0.0)
+        loss, log_prior = found if self.balance > 0.0 else (cast(Tensor, found), None)
+        nll = loss.detach()
+        if self.activation:
+            loss = loss + self.activation * _widened(states[0]).square().mean()
+        if self.temporal and ids.shape[1] > 1:
+            before = getattr(output, "undropped", None)
+            before = output.last_hidden_state if before is None else before
+            loss = loss + self.temporal * _widened(before).diff(dim=1).square().mean()
+        if log_prior is not None:
+            mass = log_prior.exp().sum(0)
+            loss = loss + self.balance * mass.var(correction=0) / mass.mean().square()
+        return Prediction(loss, nll, _carried(output))
+
+
+def token_losses(
+    model: FullrankForCausalLM, ids: Tensor, targets: Tensor, carried: Carried = ()
+) -> TokenLosses:
+    """The loss of every target, differentiable."""
+    states, _, output = model.head_inputs(ids, state=carried or None)
+    nll = cast(Tensor, model.lm_head(states, targets, context=ids, reduction="none"))
+    return TokenLosses(nll, _carried(output), states[0])
+
+
+def _carried(output: object) -> Carried:
+    return tuple(getattr(output, "state", None) or ())
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.to(compute_dtype(values.dtype))
+
+
+__all__ = ["Carried", "Objective", "Prediction", "TokenLosses", "token_losses"]
