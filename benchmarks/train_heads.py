@@ -265,13 +265,13 @@ def examine(config: Config, run: Run) -> dict[str, Any]:
     tokens = torch.from_numpy(test.tokens[: config.contexts].astype("int64")).to(config.device)
     ids = torch.cat([tokens.new_tensor([eos]), tokens[:-1]])[None]
     with torch.no_grad():
-        states, carried = [], ()
+        states, carried = [], None
         for piece in ids.split(500, dim=1):
-            out = model.body(piece, carried)
-            states.append([state[0] for state in out.states[: model.head.states]])
-            carried = out.carried
+            read, _, out = model.head_inputs(piece, state=carried)
+            states.append([state[0] for state in read])
+            carried = out.state
         joined = [torch.cat(parts) for parts in zip(*states, strict=True)]
-        head = model.head.double()
+        head = model.lm_head.double()
         log_probs = torch.cat(
             [head([state[at : at + 500].double() for state in joined]) for at in range(0, len(tokens), 500)]
         ).double()

@@ -77,7 +77,7 @@ def test_settings_that_need_each_other_come_in_any_order() -> None:
         ("optimiser.lr=nan", "a number"),
         ("optimiser.clip=inf", "a number"),
         ("jitter=maybe", "true or false"),
-        ("precision=fp8", "one of fp32, bf16"),
+        ("precision=fp8", "one of auto, fp32, bf16"),
         ("head.contexts=a,b", "numbers with commas"),
         ("batch=0", "at least 1"),
         ("keep=0", "at least 1"),

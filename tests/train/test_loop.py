@@ -19,9 +19,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fullrank.errors import FullrankError
-from fullrank.train import batches, checkpoint, folder
+from fullrank.models.flops import training_flops
+from fullrank.train import batches, checkpoint, folder, loop
 from fullrank.train.config import Config, override
 from fullrank.train.loop import Options, Outcome, Show, train
+from fullrank.train.model import build
+from fullrank.train.objective import Objective
 from fullrank.train.recipes import recipe
 
 WORDS = 12
@@ -471,8 +474,126 @@ def test_infinite_weights_in_a_checkpoint_stop_at_once(shop: Workshop, out: str)
     stored = checkpoint.read(checkpoint.path_of(path, "step", 4))
     stored.groups["model"]["model.layers.0.weight_input"][0, 0] = math.inf
     checkpoint.write(path, "step", 4, stored.groups, stored.state)
-    with pytest.raises(FullrankError, match=r"not finite at step 5 \(epoch 0, position 20 of the data\)"):
+    with pytest.raises(FullrankError, match=r"not finite after step 5 \(epoch 0, position 20 of the data\)"):
         shop.run(config, out)
+
+
+class SpoilLosses:
+    """Makes the losses of some steps no number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+        self.steps, self.seen = steps, 0
+        forward = Objective.forward
+
+        def spoilt(objective: Objective, *inputs: Any) -> Any:
+            found = forward(objective, *inputs)
+            self.seen += 1
+            return found._replace(value=found.value * math.nan) if self.seen in self.steps else found
+
+        monkeypatch.setattr(Objective, "forward", spoilt)
+
+
+@pytest.mark.parametrize("case", ["softmax", "nt-asgd"])
+def test_a_bad_step_is_left_out_and_counted(
+    shop: Workshop, out: str, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """The weights stay as they were before it, and the run goes on."""
+    config = dataclasses.replace(CASES[case], steps=6, checkpoint_every=1, keep=9)
+    SpoilLosses(monkeypatch, {3, 4})
+    said: list[str] = []
+    outcome = shop.run(config, out, Told(said))
+    assert outcome.reason == "finished"
+    places = checkpoint.found(shop.path / out / "checkpoints", "step")
+    kept = {checkpoint.step_of(path): checkpoint.read(path) for path in places}
+    live = {step: one.groups.get("live", one.groups["model"]) for step, one in kept.items()}
+    for name, tensor in live[2].items():
+        assert torch.equal(tensor, live[4][name])
+    assert any(not torch.equal(live[4][name], live[5][name]) for name in live[4])
+    assert kept[6].state["skipped"] == 2
+    assert finite(shop.path / out)
+    assert sum(line.get("skipped", 0) for line in shop.log(out) if line["event"] == "train") == 2
+    assert any("had no finite gradient" in line for line in said)
+
+
+def test_too_many_in_a_row_stop_it(shop: Workshop, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(CASES["softmax"], skip=2, checkpoint_every=1)
+    SpoilLosses(monkeypatch, {2, 4, 5, 7, 8, 9})
+    with pytest.raises(FullrankError, match="not finite the 3th time in a row at step 9"):
+        shop.run(config, out)
+    assert finite(shop.path / out)
+
+
+class Told(Show):
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+
+def test_how_a_run_goes_may_change_and_its_end_may_move(shop: Workshop, out: str) -> None:
+    """A run to 6 and then on to 12 with other settings of how it goes learns what one to 12 does."""
+    settings = ["optimiser.schedule=constant", "optimiser.warmup=0"]
+    long = override(CASES["mos"], [*settings, "steps=12", "evaluate_every=3"])
+    shop.run(long, f"{out}-long")
+    shop.run(override(long, ["steps=6", "accumulate=1", "keep=1"]), out)
+    assert final(shop.path / out).step == 6
+    outcome = shop.run(override(long, ["keep=3", "evaluate_batch=2", "checkpoint_every=4"]), out)
+    assert (outcome.step, outcome.fresh) == (12, True)
+    ours, theirs = final(shop.path / out), final(shop.path / f"{out}-long")
+    for name, tensor in theirs.groups["model"].items():
+        assert torch.equal(tensor, ours.groups["model"][name])
+    assert not shop.run(override(long, ["keep=3"]), out).fresh
+    shutil.rmtree(shop.path / f"{out}-long")
+
+
+@pytest.mark.parametrize(("budget", "steps"), [("tokens=130", 6), ("flops=1e12", None)])
+def test_a_budget_is_so_many_steps(shop: Workshop, out: str, budget: str, steps: int | None) -> None:
+    config = override(CASES["softmax"], [f"budget={budget}", "steps=0"])
+    if steps is None:
+        # Ten steps at what this model says a token costs.
+        cost = training_flops(build(config, WORDS + 2), config.length)
+        config = override(config, [f"budget=flops={10.5 * 20 * cost}"])
+        steps = 10
+    outcome = shop.run(config, out)
+    assert outcome.step == outcome.steps == steps
+
+
+def test_a_budget_of_seconds_is_found_and_kept(
+    shop: Workshop, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that gives every look a tenth of a second: the answer is the same on any machine."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.1
+        return now[0]
+
+    monkeypatch.setattr(loop.time, "perf_counter", clock)
+    config = override(CASES["softmax"], ["budget=seconds=8", "steps=0", "evaluate_every=30"])
+    shop.run(config, out, StopAt(34))
+    horizon = final(shop.path / out).state["horizon"]
+    assert horizon > 34
+    outcome = shop.run(config, out)
+    assert outcome.step == outcome.steps == horizon
+
+
+def test_snapshots_are_models_that_stay(shop: Workshop, out: str) -> None:
+    config = override(CASES["nt-asgd"], ["steps=11", "snapshot_every=10", "keep=1"])
+    shop.run(config, out, StopAt(5))
+    shop.run(config, out)
+    place = shop.path / out / "snapshots"
+    assert [path.name for path in sorted(place.iterdir())] == [
+        f"step-{step:08d}" for step in (0, 1, 2, 4, 8, 10)
+    ]
+    last = final(shop.path / out)
+    model = AutoModelForCausalLM.from_pretrained(place / "step-00000010")
+    start = AutoModelForCausalLM.from_pretrained(place / "step-00000000")
+    differ = [
+        not torch.equal(one, other) for one, other in zip(model.parameters(), start.parameters(), strict=True)
+    ]
+    assert any(differ)
+    assert last.step == 11
 
 
 @pytest.mark.parametrize("evaluate_every", [1, 10])

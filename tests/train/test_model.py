@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fullrank.train.optimiser import make, set_rate
 
 from fullrank.errors import FullrankError
+from fullrank.fit.optimiser import make, set_rate
 from fullrank.heads import build as build_head
 from fullrank.heads.registry import HEADS
 from fullrank.models import FullrankForCausalLM
 from fullrank.train.config import BodyConfig, Config, HeadConfig, OptimiserConfig
-from fullrank.train.model import build, configuration, start_at_unigram, step_with_width
+from fullrank.train.model import build, configuration, start_at_unigram, width_factors
 from fullrank.train.objective import Objective
 
 COUNTS = np.array([0, 5, 80, 1, 3_000, 12, 250])
@@ -213,8 +213,8 @@ def test_rates_of_hidden_matrices_follow_the_width(kind: str) -> None:
     """Twice the width, half the rate, and a mixture's own factor stays."""
     chosen = config(kind, head={"name": "mos"}, hidden=32, rate_width=16)
     model = build(chosen, V)
-    update = make(model, OptimiserConfig(lr=1.0, lr_head=0.25), torch.device("cpu"))
-    step_with_width(update, model, chosen.body)
+    factors = width_factors(model, chosen.body)
+    update = make(model, OptimiserConfig(lr=1.0, lr_head=0.25), torch.device("cpu"), factors=factors)
     set_rate(update, 1.0)
     rates = {parameter: group["lr"] for group in update.param_groups for parameter in group["params"]}
     assert rates.keys() == set(model.parameters())
@@ -227,8 +227,4 @@ def test_rates_of_hidden_matrices_follow_the_width(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "rate_width"), [("neox", 16), ("neox", 0), ("awd_lstm", 8)])
 def test_rates_stay_at_their_own_width_and_of_an_lstm(kind: str, rate_width: int) -> None:
     chosen = config(kind, rate_width=rate_width)
-    model = build(chosen, V)
-    update = make(model, OptimiserConfig(), torch.device("cpu"))
-    before = [list(group["params"]) for group in update.param_groups]
-    step_with_width(update, model, chosen.body)
-    assert [list(group["params"]) for group in update.param_groups] == before
+    assert width_factors(build(chosen, V), chosen.body) == {}

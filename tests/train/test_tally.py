@@ -7,7 +7,6 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from fullrank.train.batches import Cursor
@@ -48,15 +47,34 @@ def test_means_are_those_of_all_processes() -> None:
     assert tally.means() == (3.5, 1.5)
 
 
-@pytest.mark.parametrize(("losses", "norm"), [([1.0, math.nan, 2.0, math.inf], 1.0), ([3.0] * 3, math.inf)])
-def test_the_first_bad_step_is_named_with_its_place(losses: list[float], norm: float) -> None:
+def test_bad_steps_are_left_out_of_the_means_and_counted() -> None:
     tally = Tally(machine(), {})
-    count(tally, [1.0] * 4)
-    assert tally.first_bad() is None
-    count(tally, losses, first=4, norm=norm)
-    step = 6 if norm == 1.0 else 5
-    assert tally.first_bad() == (step, Cursor(epoch=0, position=10 * (step - 1), step_in_epoch=step - 1))
-    assert tally.last.position == 10 * (3 + len(losses))
+    count(tally, [1.0, math.nan, 2.0, math.inf])
+    count(tally, [3.0], first=4, norm=math.inf)
+    assert tally.means() == (1.5, 2.0)
+    assert tally.skipped == 3
+    assert (tally.steps, tally.tokens) == (5, 35)
+
+
+def test_the_step_that_makes_too_long_a_row_is_named_with_its_place() -> None:
+    tally = Tally(machine(), {})
+    count(tally, [1.0, math.nan, math.nan, 2.0])
+    assert tally.bad_row(2) is None
+    count(tally, [math.nan] * 3, first=4)
+    assert tally.bad_row(3) is None
+    assert tally.bad_row(2) == (7, Cursor(epoch=0, position=60, step_in_epoch=6))
+    assert tally.last.position == 60
+
+
+def test_a_row_goes_on_over_a_line_and_over_a_checkpoint() -> None:
+    tally = Tally(machine(), {})
+    count(tally, [math.nan] * 2)
+    tally.begin()
+    count(tally, [math.nan] * 2, first=2)
+    then = Tally(machine(), json.loads(json.dumps(tally.to_json())))
+    count(then, [math.nan], first=4)
+    assert tally.bad_row(3) is not None
+    assert then.bad_row(4) == (5, Cursor(epoch=0, position=40, step_in_epoch=4))
 
 
 def test_a_checkpoint_between_two_lines_loses_nothing() -> None:
@@ -68,4 +86,4 @@ def test_a_checkpoint_between_two_lines_loses_nothing() -> None:
     count(then, losses[2:], first=2)
     assert then.to_json() == whole.to_json()
     assert then.means() == whole.means()
-    assert then.first_bad() is None
+    assert then.bad_row(0) is None

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fullrank.fit import optimiser as updates
 from fullrank.heads.vocab_parallel import shard
 from fullrank.models import FullrankForCausalLM
-from fullrank.train import optimiser as updates
 from fullrank.train import weights
 from fullrank.train.config import BodyConfig, Config, HeadConfig, OptimiserConfig
 from fullrank.train.model import build

@@ -13,9 +13,10 @@ Evaluation swaps the mean in and the live weights back; checkpoints hold both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -101,13 +102,23 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     }
 
 
-def make(model: nn.Module, config: OptimiserConfig, device: torch.device) -> torch.optim.Optimizer:
-    """The optimiser; every group remembers the factor on its rate."""
+def make(
+    model: nn.Module,
+    config: OptimiserConfig,
+    device: torch.device,
+    *,
+    factors: Mapping[nn.Parameter, float] = MappingProxyType({}),
+) -> torch.optim.Optimizer:
+    """The optimiser; every group remembers the factor on its rate, for which a caller may have its own.
+    Muon's updates are scaled by the shapes of the matrices already and take none.
+    """
     special = own_parameters(model)
     matrices = hidden_matrices(model) if config.name == "muon" else set()
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         factor = config.lr_head if name in special else 1.0
+        if name not in matrices:
+            factor *= factors.get(parameter, 1.0)
         # A bias or a norm's gain has no direction to decay along; SGD as published decays everything.
         decay = config.weight_decay if parameter.ndim > 1 or config.name == "nt-asgd" else 0.0
         groups.setdefault((factor, decay, name in matrices), []).append(parameter)

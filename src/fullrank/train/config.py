@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fullrank.errors import FullrankError
+from fullrank.fit.budget import Budget
 from fullrank.fit.optimiser import OptimiserConfig
 from fullrank.text.settings import DataConfig
 
@@ -85,6 +86,15 @@ class HeadConfig:
     """Weight of DOC's penalty on unequal use of the components."""
 
 
+HOW = frozenset(
+    {
+        "accumulate", "steps", "epochs", "budget", "evaluate_every", "evaluate_tokens", "final_tokens",
+        "evaluate_batch", "checkpoint_every", "keep", "snapshot_every", "skip", "compile",
+    }
+)  # fmt: skip
+"""Settings of how a run goes, which may change when it is continued; all others are what it learns."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole training run."""
@@ -107,6 +117,9 @@ class Config:
     epochs: float = 20.0
     steps: int = 0
     """Training steps in all; 0 is what `epochs` makes."""
+    budget: str = ""
+    """In place of both: tokens=2e9, flops=1e17 or seconds=600 of training. Equal flops are equal compute,
+    whatever the head."""
     activation: float = 0.0
     """Weight of the penalty on the last layer's size."""
     temporal: float = 0.0
@@ -123,10 +136,19 @@ class Config:
     """Steps from one checkpoint to the next; 0 is at every evaluation."""
     keep: int = 2
     """Checkpoints kept; the best one by validation is kept besides."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    snapshot_every: int = 0
+    """Steps from one snapshot to the next, models that stay for good; with any, also at 0, 1, 2, 4, ... 512,
+    as Pythia keeps them. 0 is none."""
+    skip: int = 5
+    """Steps in a row whose gradient is no number that are left out and counted; at the next the run stops."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the products; weights and sums are fp32. auto: bf16 on a GPU that has it, else fp32."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile for the body; auto: a transformer on a GPU."""
     seed: int = 0
 
     def __post_init__(self) -> None:
+        Budget.parse(self.budget)
         positive = ("batch", "length", "accumulate", "evaluate_batch", "keep")
         for name in positive:
             if getattr(self, name) < 1:
@@ -143,8 +165,9 @@ class Config:
             )
         amounts = (
             "jitter_longer", "activation", "temporal", "evaluate_every", "evaluate_tokens", "final_tokens",
-            "checkpoint_every", "optimiser.weight_decay", "optimiser.clip", "optimiser.warmup",
-            "optimiser.final", "optimiser.nonmonotone", "optimiser.finetune_epochs", "head.balance",
+            "checkpoint_every", "snapshot_every", "skip", "optimiser.weight_decay", "optimiser.clip",
+            "optimiser.warmup", "optimiser.decay", "optimiser.final", "optimiser.nonmonotone",
+            "optimiser.finetune_epochs", "head.balance",
         )  # fmt: skip
         for name in amounts:
             if not _value(self, name) >= 0:

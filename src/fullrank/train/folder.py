@@ -5,6 +5,7 @@ RUN/config.json, model.safetensors, tokenizer.json, ...    the best model so far
                      files of its checkpoint under a second name
 RUN/tokens/          the tokens, built once (data.py)
 RUN/checkpoints/     checkpoint.py
+RUN/snapshots/       models of chosen steps that stay, for `from_pretrained`
 RUN/log.jsonl        everything that happened (log.py)
 RUN/.lock            held while a process trains here
 """
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from fullrank.errors import FullrankError
 from fullrank.results import write_whole
 from fullrank.train import checkpoint as checkpoints
-from fullrank.train.config import Config, from_json, to_json
+from fullrank.train.config import HOW, Config, from_json, to_json
 
 if TYPE_CHECKING:
     from fullrank.models import FullrankForCausalLM
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 CONFIG = "run.json"
 CHECKPOINTS = "checkpoints"
+SNAPSHOTS = "snapshots"
 LOG = "log.jsonl"
 WEIGHTS = "model.safetensors"
 TOKENS = "tokens"
@@ -55,9 +57,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check(path: Path, config: Config, digest: str) -> None:
-    """Raise where `path` holds a run of another config or of other data, or anything that is no run.
+    """Raise where `path` holds a run that learns something else, or anything that is no run.
 
-    A run that never came to a checkpoint has nothing to lose and may be begun again otherwise.
+    How a run goes on may change (`config.HOW`). One that never came to a checkpoint has nothing to lose and
+    may be begun again otherwise.
     """
     _refuse_strange(path)
     if not checkpoints.found(path / CHECKPOINTS, "step"):
@@ -70,12 +73,13 @@ def check(path: Path, config: Config, digest: str) -> None:
         changed = [
             f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
             for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name)
+            if before.get(name) != now.get(name) and name not in HOW
         ]
-        raise FullrankError(
-            f"{path} holds a run of another config ({'; '.join(changed[:4])}): give the same settings to "
-            "continue it, or choose another --out"
-        )
+        if changed:
+            raise FullrankError(
+                f"{path} holds a run of another config ({'; '.join(changed[:4])}): give the same settings to "
+                "continue it, or choose another --out"
+            )
     if was["data"] != digest:
         raise FullrankError(
             f"{path} holds a run on other data: give the same --data to continue it, or choose another --out"
@@ -106,6 +110,7 @@ def clean(path: Path) -> None:
     for one in _unfinished(path):
         one.unlink(missing_ok=True)
     checkpoints.clean(path / CHECKPOINTS)
+    checkpoints.clean(path / SNAPSHOTS)
 
 
 def claim(path: Path, config: Config, digest: str) -> None:

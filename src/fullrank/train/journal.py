@@ -51,14 +51,20 @@ class Journal:
         """A line of the log, which comes back; nothing on other processes."""
         return self.log.write(event, self.state.step, **fields) if self.log is not None else {}
 
-    def training(self, *, loss: float, gradient_norm: float, rate: float, tokens_per_second: float) -> None:
-        """The means since the last such line."""
+    def training(
+        self, *, loss: float, gradient_norm: float, rate: float, tokens_per_second: float, skipped: int = 0,
+        mfu: float | None = None, peak_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        """The means since the last such line; the share of the device's operations that were the model's, and
+        the most memory so far, where these are known."""
         if not self.main:
             return
         state = self.state
+        known = {"skipped": skipped or None, "mfu": mfu, "peak_bytes": peak_bytes}
         line = self.write(
             "train", epoch=state.epoch, tokens=state.tokens, loss=loss, lr=rate, gradient_norm=gradient_norm,
             tokens_per_second=tokens_per_second,
+            **{name: value for name, value in known.items() if value is not None},
         )  # fmt: skip
         self._track({f"train/{name}": line[name] for name in _TRAINING})
         self.show.step(state.step, self.steps, loss, tokens_per_second)

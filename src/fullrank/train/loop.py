@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from torch import Tensor
 from fullrank.diagnose import monitors
 from fullrank.errors import FullrankError
 from fullrank.fit import optimiser
+from fullrank.fit.budget import PACED, WARMING, Budget
 from fullrank.models import FullrankForCausalLM
+from fullrank.models.flops import peak_flops, training_flops
 from fullrank.text import store as data
 from fullrank.train import batches, checkpoint, evaluate, folder, monitor, weights
 from fullrank.train.config import Config, to_json
@@ -121,29 +124,40 @@ class Session:
         self.checkpoints = options.out / folder.CHECKPOINTS
         self.rows = own_rows(config, machine)
         self.batches = batches.for_training(config, corpus.splits["train"].tokens)
-        self.pace = Pace.of(config, self.batches, machine)
         self.state = State() if stored is None else State.from_json(stored.state)
         self.resumed = stored is not None
         self.learner = Learner(
             config, corpus, machine, stored, rows=self.rows, vocab_parallel=options.vocab_parallel,
             fsdp=options.fsdp,
         )  # fmt: skip
+        self.flops = training_flops(self.learner.bare, config.length)
+        """Of a token."""
+        self.pace = self._paced()
         self.tally = Tally(machine, self.state.counts)
+        self._clock = time.perf_counter()
         self.journal = Journal(machine, options.out, self.state, show, steps=self.pace.steps)
         self._saved = self.state.step if self.resumed else -1
         self._files = model_files(self.learner.bare, corpus.vocabulary) if self.main else {}
 
+    def _paced(self) -> Pace:
+        return Pace.of(self.config, self.batches, self.machine, flops=self.flops, horizon=self.state.horizon)
+
     def run(self, stop: Stop, trackers: tuple[str, ...]) -> Outcome:
-        pace, state = self.pace, self.state
+        state, every = self.state, self.config.checkpoint_every
+        if state.step < self.pace.steps and state.stage == "train":
+            # A run that had come to its end has been given a later one.
+            state.ended = ""
         if state.ended and finished(self.options.out / folder.LOG):
-            return Outcome(reason="finished", step=state.step, steps=pace.steps, fresh=False)
+            return Outcome(reason="finished", step=state.step, steps=self.pace.steps, fresh=False)
         self._open(trackers)
         self.learner.objective.train()
-        every = pace.checkpoint_every
+        self._snapshot()
+        self._clock = time.perf_counter()
         while not state.ended:
             self._stage()
             self._step()
-            step = state.step
+            self._find_horizon()
+            step, pace = state.step, self.pace
             last = step >= pace.steps
             due = last or step % pace.evaluate_every == 0
             if due or step % pace.log_every == 0:
@@ -154,13 +168,55 @@ class Session:
                 state.ended = "finished"
             if state.ended or (step % every == 0 if every else due):
                 self._checkpoint()
+            self._snapshot()
             if step % pace.agree_every == 0 and stop.agreed(self.machine):
                 self._checkpoint()
                 self.journal.write("end", reason="stopped")
                 return Outcome(reason="stopped", step=step, steps=pace.steps, signal=stop.received)
         stop.release()
         self._finish()
-        return Outcome(reason="finished", step=state.step, steps=pace.steps)
+        return Outcome(reason="finished", step=state.step, steps=self.pace.steps)
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is no training: the watch stands still, after all that was launched is done."""
+        if self.machine.device.type == "cuda":
+            torch.cuda.synchronize(self.machine.device)
+        self.tally.seconds += time.perf_counter() - self._clock
+        yield
+        self._clock = time.perf_counter()
+
+    def _find_horizon(self) -> None:
+        """Turn a budget of seconds into steps once the pace is known."""
+        budget, state = Budget.parse(self.config.budget), self.state
+        if budget is None or budget.measure != "seconds" or state.horizon:
+            return
+        if state.step in (WARMING, PACED):
+            with self._aside():
+                now = self._agreed(state.seconds + self.tally.seconds)
+            if state.step == WARMING:
+                state.warmed = now
+                return
+            pace = (now - state.warmed) / (PACED - WARMING)
+            left = budget.steps(tokens=1, flops=1, seconds=max(pace, 1e-9)) or 1
+            # What the first steps took over the pace is spent.
+            state.horizon = max(PACED, left - round(max(0.0, now - PACED * pace) / max(pace, 1e-9)))
+            self.pace = self._paced()
+            self.journal.steps = self.pace.steps
+
+    def _snapshot(self) -> None:
+        """A model that stays, as a directory of transformers."""
+        step, place = self.state.step, self.options.out / folder.SNAPSHOTS
+        if not self.pace.snapshot(step, self.config.snapshot_every):
+            return
+        if checkpoint.path_of(place, "step", step).exists():
+            return
+        with self._aside():
+            mean = None if self.learner.average is None else self.learner.average.mean
+            weights_now = weights.gather_model(self.learner.bare, mean)
+            if self.main:
+                checkpoint.write(place, "step", step, {"model": weights_now}, {}, self._files)
+            self.machine.wait_for_everyone()
 
     def _open(self, trackers: tuple[str, ...]) -> None:
         self.journal.open(trackers, self.config)
@@ -176,6 +232,8 @@ class Session:
                 device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
                 processes=self.machine.num_processes,
                 steps=self.pace.steps,
+                flops_per_token=self.flops,
+                precision="bf16" if self.learner.half else "fp32",
             )
         self._ids = self._monitor_ids()
 
@@ -212,7 +270,6 @@ class Session:
 
     def _step(self) -> None:
         config, state = self.config, self.state
-        started = time.perf_counter()
         batch = self.batches.take(state.cursor, self.rows)
         seed_step(config.seed, state.step, self.machine.process_index)
         self.rate = optimiser.rate(
@@ -231,13 +288,13 @@ class Session:
         if self.machine.device.type == "cpu":
             # On a device a look would stop it; there it is every log line that looks.
             self._check()
-        self.tally.seconds += time.perf_counter() - started
 
     def _check(self) -> None:
-        """Stop at the first step whose loss or gradient was no number."""
-        bad = self.tally.first_bad()
+        """Stop where too many steps in a row had a loss or a gradient that is no number."""
+        bad = self.tally.bad_row(self.config.skip)
         if bad is not None:
-            raise self._not_finite("the loss or its gradient is not finite at", *bad)
+            times = f"the {self.config.skip + 1}th time in a row at" if self.config.skip else "at"
+            raise self._not_finite(f"the loss or its gradient is not finite {times}", *bad)
 
     def _not_finite(self, what: str, step: int, cursor: batches.Cursor) -> FullrankError:
         kept = checkpoint.found(self.checkpoints, "step")
@@ -252,16 +309,32 @@ class Session:
 
     def _log_training(self) -> None:
         self._check()
-        loss, norm = self.tally.means()
-        self.state.seconds += self.tally.seconds
-        self.journal.training(
-            loss=loss, gradient_norm=norm, rate=self.rate, tokens_per_second=self.tally.tokens_per_second
-        )
-        self.tally.begin()
+        tally, device = self.tally, self.machine.device
+        with self._aside():
+            loss, norm = tally.means()
+            self.state.seconds += tally.seconds
+            self.state.skipped += tally.skipped
+            if tally.skipped and self.main:
+                said = f"{tally.skipped} steps before step {self.state.step} had no finite gradient"
+                self.show.say(f"{said}: they were left out")
+            peak = peak_flops(device)
+            # Of one process and its device: the tokens of a step are those of all.
+            share = tally.tokens_per_second / self.machine.num_processes
+            self.journal.training(
+                loss=loss, gradient_norm=norm, rate=self.rate, tokens_per_second=tally.tokens_per_second,
+                skipped=tally.skipped, mfu=None if peak is None else share * self.flops / peak,
+                peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            )  # fmt: skip
+        tally.begin()
 
     def _evaluate(self) -> None:
         """Validation loss, monitors, alarms; decides what is best and whether averaging begins."""
         self._check()
+        with self._aside():
+            self._evaluated()
+        self._decide()
+
+    def _evaluated(self) -> None:
         state, averaged = self.state, self.learner.average is not None
         with self.learner.evaluated() as model:
             loss = math.nan
@@ -282,7 +355,6 @@ class Session:
                     best, about = {"model": weights.gather_model(model)}, {"loss": loss, "averaged": averaged}
                     checkpoint.write(self.checkpoints, "best", state.step, best, about, self._files)
                     self.publish()
-        self._decide()
 
     def publish(self) -> None:
         """The run directory is the best model so far."""
@@ -325,9 +397,12 @@ class Session:
 
     def _checkpoint(self) -> None:
         self._check()
+        if self._saved != self.state.step:
+            with self._aside():
+                self._save()
+
+    def _save(self) -> None:
         state = self.state
-        if self._saved == state.step:
-            return
         groups = self.learner.whole()
         live = groups.get("live", groups["model"])
         if not all(bool(torch.isfinite(one).all()) for one in live.values()):

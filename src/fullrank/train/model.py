@@ -137,20 +137,13 @@ def start_at_unigram(head: Head, counts: np.ndarray, *, lift: float = 0.0) -> No
     head.decoder.bias.copy_(head.bias_for(frequency, lift))
 
 
-def step_with_width(optimiser: torch.optim.Optimizer, model: FullrankForCausalLM, config: BodyConfig) -> None:
-    """Let the rates of hidden matrices follow the width: rate · `rate_width` / hidden, embeddings, biases,
-    norms and heads as they are.
+def width_factors(model: FullrankForCausalLM, config: BodyConfig) -> dict[torch.nn.Parameter, float]:
+    """Factors on the rates of hidden matrices, so that they follow the width: `rate_width` / hidden;
+    embeddings, biases, norms and heads keep theirs.
 
     Adam's steps have the size of the rate whatever the gradient's, and a matrix sums over its width: so a
     rate that was right at one width stays right at another (Yang et al. 2022, 2203.03466, for Adam).
     """
     if config.kind == "awd_lstm" or not config.rate_width or config.rate_width == config.hidden:
-        return
-    followed, scale = bodies.hidden_matrices(model), config.rate_width / config.hidden
-    for group in list(optimiser.param_groups):
-        own = [parameter for parameter in group["params"] if parameter in followed]
-        if own:
-            group["params"] = [parameter for parameter in group["params"] if parameter not in followed]
-            factor = group.get("factor", 1.0) * scale
-            optimiser.param_groups.append({**group, "params": own, "factor": factor})
-    optimiser.param_groups[:] = [group for group in optimiser.param_groups if group["params"]]
+        return {}
+    return dict.fromkeys(bodies.hidden_matrices(model), config.rate_width / config.hidden)

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullrank.errors import FullrankError
+from fullrank.fit.budget import UNKNOWN, Budget
 from fullrank.train.batches import Streams, Windows
 from fullrank.train.config import Config
 
 LOG_LINES = 10
 """Lines about training from one evaluation to the next."""
+EARLY = 512
+"""The last of the snapshots that Pythia keeps of a beginning."""
 AGREE_EVERY = 8
 """Steps between two looks at whether another process was told to stop, on devices, which a look holds up."""
 
@@ -43,9 +46,17 @@ class Pace:
     agree_every: int
 
     @classmethod
-    def of(cls, config: Config, batches: Streams | Windows, machine: Any) -> Pace:
+    def of(
+        cls, config: Config, batches: Streams | Windows, machine: Any, *, flops: int = 0, horizon: int = 0
+    ) -> Pace:
+        """`flops` of a token and the `horizon` that a budget of seconds has turned out to be, 0 while that is
+        not known, are for runs with a budget."""
         steps, stage_steps = _totals(config, batches)
-        evaluate_every = config.evaluate_every or min(batches.steps(0), max(1, steps // 10))
+        budget = Budget.parse(config.budget)
+        if budget is not None:
+            known = horizon or budget.steps(tokens=config.batch * config.length, flops=flops)
+            steps = stage_steps = known or UNKNOWN
+        evaluate_every = config.evaluate_every or max(1, min(batches.steps(0), steps // 10))
         # A launcher waits half a minute before it kills: slow steps must not come before the look.
         at_once = machine.num_processes == 1 or machine.device.type == "cpu"
         return cls(
@@ -56,6 +67,10 @@ class Pace:
             checkpoint_every=config.checkpoint_every,
             agree_every=1 if at_once else AGREE_EVERY,
         )
+
+    def snapshot(self, step: int, every: int) -> bool:
+        """Whether a snapshot belongs to a step: every so many, and at 0 and the powers of two up to 512."""
+        return every > 0 and (step % every == 0 or (step <= EARLY and step & (step - 1) == 0))
 
 
 def _totals(config: Config, batches: Streams | Windows) -> tuple[int, int]:

@@ -15,7 +15,7 @@ transformer-{tiny,14m,...}   tiny is ours, a pythia-14m of two layers for two co
                              others are Pythia's with a vocabulary of 16,384
 
 With --set body.hidden another width: spreads follow it, and so do the rates of hidden matrices
-(`model.step_with_width`).
+(`model.width_factors`).
 """
 
 from __future__ import annotations

@@ -28,6 +28,12 @@ class State:
     best_loss: float | None = None
     best_step: int | None = None
     seconds: float = 0.0
+    skipped: int = 0
+    """Steps left out because their gradient was no number."""
+    warmed: float = 0.0
+    """Seconds of training when its pace began to be taken, in a run with a budget of seconds."""
+    horizon: int = 0
+    """Steps that a budget of seconds has turned out to be; 0 while that is not known."""
     ended: str = ""
     """Why training is over; "" while it is not."""
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
