@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from fullrank import results
 from fullrank.cli import main
 from fullrank.errors import FullrankError
 from fullrank.models.loading import load
@@ -105,3 +109,78 @@ def test_an_lstm_without_a_projection_is_upgraded() -> None:
     torch.manual_seed(0)
     model = small_models.lstm(vocab=70).eval()
     torch.testing.assert_close(logits(upgrade(model, "mos", components=2)), logits(model), rtol=0, atol=1e-5)
+
+
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+  cache_dir: {cache}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{choices}}}}"
+metric_list:
+  - metric: acc
+"""
+
+
+# datasets leaves its files to the garbage collector.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_tasks_of_the_harness(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right where the model's own log-probabilities say so, by hand."""
+    for library in ("datasets", "lm_eval"):
+        pytest.importorskip(library)
+    draw = random.Random(1)
+    words = ["cat", "mat", "fish", "town", "zebra", "quark"]
+    rows = [
+        {"question": f"the {draw.choice(words)} sat on", "choices": draw.sample(words, 3), "answer": 0}
+        for _ in range(9)
+    ]
+    (tmp_path / "rows.json").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "own.yaml").write_text(
+        TASK.format(name="own_choice", data=tmp_path / "rows.json", cache=tmp_path / "cache")
+    )
+    out = tmp_path / "out"
+    flags = ["--tasks", "own_choice", "--task-path", str(tmp_path), "--device", "cpu", "--out", str(out)]
+    assert main.run(["eval", str(place / "softmax"), *flags]) == 0
+    record, _ = results.load(out / "results.json")
+    loaded = load_run(place / "softmax")
+
+    def score(question: str, choice: str) -> float:
+        ids = loaded.tokenizer(f"{question} {choice}")["input_ids"]
+        first = len(loaded.tokenizer(question)["input_ids"])
+        with torch.no_grad():
+            log_probs = loaded.model(torch.tensor([ids])).logits[0]
+        return sum(float(log_probs[at - 1, ids[at]]) for at in range(first, len(ids)))
+
+    right = [
+        max(row["choices"], key=lambda one: score(row["question"], one)) == row["choices"][0] for row in rows
+    ]
+    (found,) = [one for one in record.tasks if one.metric == "acc"]
+    assert found.value == pytest.approx(sum(right) / len(rows))
+    assert 0 < found.value < 1
+    assert "own_choice" in capsys.readouterr().out
+    tasks = importlib.import_module("lm_eval.tasks")
+    few = functools.partial(tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", few)
+    assert main.run(["eval", str(place / "softmax"), "--tasks", "no_such_task", "--device", "cpu"]) == 2
+    assert "no_such_task cannot be run" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_no_run_needs_a_text(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = place / "mos" / "checkpoints" / "step-00000006"
+    assert main.run(["eval", str(directory), "--device", "cpu"]) == 2
+    assert "give --text FILE or --tasks NAME" in capsys.readouterr().err
+    out = tmp_path / "out"
+    for one, flags in ((directory, []), (place / "mos", ["--checkpoint", "6"])):
+        text = ["--text", str(place / "test.txt"), "--length", "20", "--limit", "400", "--out", str(out)]
+        assert main.run(["eval", str(one), *text, *flags, "--device", "cpu"]) == 0
+        record, _ = results.load(out / "results.json")
+        assert (record.head, record.scores[0].counted) == ("mos", 399)

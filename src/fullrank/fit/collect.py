@@ -103,7 +103,7 @@ def tokenise(
             break
         characters *= 2
     ids, starts = ids[: tokens + 1], starts[: tokens + 2]
-    bos = _bos(tokenizer)
+    bos = begin_token(tokenizer)
     if len(ids) < LEAST_TOKENS:
         raise FullrankError(
             f"the text has {len(ids)} tokens, expected {LEAST_TOKENS} or more: give a longer one with --text"
@@ -165,7 +165,7 @@ def _byte_offsets(joined: str) -> Sequence[int]:
     return offsets
 
 
-def _bos(tokenizer: Any) -> int | None:
+def begin_token(tokenizer: Any) -> int | None:
     """The token that the tokenizer itself puts before every text, if it does."""
     try:
         begun, plain = _both("a", tokenizer)
