@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,19 +11,20 @@ import tyro
 
 from fullrank.cli.generate import Generate, generate
 from fullrank.errors import FullrankError
+from fullrank.models.loading import from_objects
+from fullrank.models.sampling import sample
+from fullrank.models.tokenizer import as_tokenizer
 from fullrank.text.vocabulary import Words
-from fullrank.train import folder
-from fullrank.train.generate import generate as sample
+from fullrank.train import loaded
 from tests import small_models
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.manual_seed(0)
     words = Words(["<eos>", "<unk>", *"abcdefg"])
-    model = small_models.lstm(vocab=words.size, layers=1).eval()
-    made = SimpleNamespace(model=model, corpus=SimpleNamespace(vocabulary=words))
-    monkeypatch.setattr(folder, "open_run", lambda path, *, checkpoint, device: made)
+    made = from_objects(small_models.lstm(vocab=words.size, layers=1), as_tokenizer(words))
+    monkeypatch.setattr(loaded, "load_any", lambda path, *, checkpoint, device: made)
     return made
 
 
@@ -32,16 +32,16 @@ def parsed(*arguments: str) -> Generate:
     return tyro.cli(Generate, args=list(arguments))
 
 
-def test_the_text_alone(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_alone(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     generate(parsed("runs/t", "--prompt", "a b", "--tokens", "9", "--seed", "4", "--device", "cpu"))
     printed = capsys.readouterr().out
-    assert printed == sample(run.model, run.corpus.vocabulary, "a b", tokens=9, seed=4) + "\n"
+    assert printed == sample(model, "a b", tokens=9, seed=4) + "\n"
 
 
-def test_several(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     generate(parsed("runs/t", "--tokens", "9", "--count", "2", "--top-k", "3", "--device", "cpu"))
     printed = capsys.readouterr().out
-    texts = [sample(run.model, run.corpus.vocabulary, "", tokens=9, seed=seed, top_k=3) for seed in (0, 1)]
+    texts = [sample(model, "", tokens=9, seed=seed, top_k=3) for seed in (0, 1)]
     assert printed == f"{texts[0]}\n\n--- seed 1\n{texts[1]}\n"
 
 
@@ -55,11 +55,11 @@ def test_several(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
         (["--device", "abacus"], "abacus"),
     ],
 )
-def test_users_mistakes(run: Any, flags: list[str], word: str) -> None:
+def test_users_mistakes(model: Any, flags: list[str], word: str) -> None:
     with pytest.raises(FullrankError, match=word):
         generate(parsed("runs/t", *flags))
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(FullrankError, match="no run directory"):
+    with pytest.raises(FullrankError, match=r"has no config\.json"):
         generate(parsed(str(tmp_path), "--device", "cpu"))

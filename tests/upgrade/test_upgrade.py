@@ -318,7 +318,7 @@ def test_other_things_that_are_no_causal_model(tiny_model: Make) -> None:
         upgrade(torch.nn.Linear(2, 2), "mos")
     with pytest.raises(FullrankError, match="no such path"):
         upgrade("./nowhere", "mos")
-    with pytest.raises(FullrankError, match="has a head of ours already"):
+    with pytest.raises(FullrankError, match="has a mos head already"):
         upgrade(upgrade(tiny_model(), "mos"), "trunk")
     quantised = tiny_model()
     quantised.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}

@@ -112,7 +112,7 @@ def diagnose(options: Diagnose) -> None:
 
 
 def _run(options: Diagnose) -> Path | None:
-    """The directory of a training run, if that is what was given; raises for options that it cannot have."""
+    """The directory of a training run, if that is what was given; its own results are not overwritten."""
     from fullrank.results import is_run
 
     path = Path(os.path.expanduser(options.model))
@@ -122,20 +122,6 @@ def _run(options: Diagnose) -> Path | None:
     except OSError:
         # No name of a file, or not ours to read: what loads models says so.
         return None
-    senseless = {
-        "revision": "a run is on this disk and has no revisions",
-        "allow_pickle": "a run has no pickle files",
-        "trust_remote_code": "a run brings no code",
-    }
-    for name, reason in senseless.items():
-        if getattr(options, name) not in (None, False):
-            flag = name.replace("_", "-")
-            raise FullrankError(f"--{flag} was given for {path}, and {reason}: leave it out")
-    if options.dtype != "float32":
-        raise FullrankError(
-            f"--dtype {options.dtype} was given for {path}, and a run is measured in float32, as its weights "
-            "are stored: leave it out"
-        )
     if os.path.realpath(options.out) == os.path.realpath(path):
         raise FullrankError(
             f"--out {options.out} is the run itself, whose results would be lost: choose another, such as "
@@ -147,26 +133,34 @@ def _run(options: Diagnose) -> Path | None:
 def _diagnosed(
     options: Diagnose, run: Path | None, settings: Settings, device: str, progress: Progress
 ) -> Diagnosis:
-    common: dict[str, Any] = {
-        "text": options.text, "only": options.only, "skip": options.skip, "settings": settings,
-        "out": options.out, "device": device, "progress": progress,
-    }  # fmt: skip
-    if run is not None:
-        from fullrank.train.diagnosed import diagnose_run
-
-        return diagnose_run(run, **common)
     import torch
 
     from fullrank import diagnose
 
-    return diagnose.run(
-        options.model or None,
-        revision=options.revision,
-        allow_pickle=options.allow_pickle,
-        trust_remote_code=options.trust_remote_code,
-        dtype=getattr(torch, options.dtype),
-        **common,
-    )
+    common: dict[str, Any] = {
+        "only": options.only, "skip": options.skip, "settings": settings, "out": options.out,
+        "progress": progress,
+    }  # fmt: skip
+    dtype = getattr(torch, options.dtype)
+    if run is None:
+        return diagnose.run(
+            options.model or None,
+            text=options.text,
+            revision=options.revision,
+            allow_pickle=options.allow_pickle,
+            trust_remote_code=options.trust_remote_code,
+            device=device,
+            dtype=dtype,
+            **common,
+        )
+    from fullrank.train.loaded import held_out_windows, load_run
+
+    if options.revision is not None:
+        raise FullrankError(f"--revision was given for {run}, a run on this disk: leave it out")
+    progress("loading the run", 0.0)
+    loaded = load_run(run, device=device, dtype=dtype)
+    text: Any = options.text or held_out_windows(run, loaded, tokens=settings.tokens, window=settings.window)
+    return diagnose.run(loaded, text=text, **common)
 
 
 def _settings(options: Diagnose) -> Settings:

@@ -28,13 +28,19 @@ class Eval:
     """Evaluate a training run: every token of a split once, in nats, perplexity and bits per byte.
 
     Example: fullrank eval runs/t --dynamic --cache --tune
-    Of a model of transformers: fullrank eval path/to/model --text book.txt --cache --tune
+    Of any model: fullrank eval path/to/model --text book.txt --cache --tune
+    Tasks of lm-evaluation-harness: fullrank eval runs/t --tasks lambada_openai
     """
 
     run: Annotated[Path, tyro.conf.Positional]
-    """The --out of `fullrank train`; with --text a transformers directory, a hub name or a .gguf file."""
+    """The --out of `fullrank train`; with --text or --tasks also a transformers directory, a hub name or a
+    .gguf file."""
     text: tuple[Path, ...] = ()
-    """Text files to evaluate a model on that is no run; --limit is 16384 tokens then, --length 512."""
+    """Text files in place of a run's split; --limit is 16384 tokens then, --length 512."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness, alone; --limit bounds the examples of each."""
+    task_path: Path | None = None
+    """Directory with tasks of one's own in YAML files."""
     split: str = "test"
     """valid or test."""
     dynamic: bool = False
@@ -88,15 +94,23 @@ def evaluate(options: Eval) -> None:
     from fullrank.cli import eval_model
 
     console = Console()
-    out = options.out or (Path("runs/eval") if options.text else options.run / "eval")
+    own = not options.text and not options.tasks
+    out = options.out or (options.run / "eval" if own else Path("runs/eval"))
     dynamic, cache = _settings(options)
     device = device_of(options.device)
+    if options.tasks:
+        eval_model.check_tasks(options)
     if options.text:
         eval_model.check(options)
-        run = None
-    else:
+    run = None
+    if not options.text and not options.tasks:
         from fullrank.train.folder import open_run
 
+        if (options.run / "config.json").is_file() and not results.is_run(options.run):
+            raise FullrankError(
+                f"{options.run} is a model and no training run, which has splits of its own: give "
+                "--text FILE or --tasks NAME to evaluate it on"
+            )
         run = open_run(options.run, checkpoint=options.checkpoint, device=device)
         if options.split not in run.corpus.splits:
             raise FullrankError(
@@ -110,17 +124,22 @@ def evaluate(options: Eval) -> None:
         def told(label: str, share: float) -> None:
             progress.update(task, description=label, completed=share)
 
-        if run is None:
+        if options.tasks:
+            record = eval_model.measure_tasks(options, device, told)
+        elif run is None:
             record = eval_model.measure(options, cache, device, told)
         else:
             record = measure(options, run, dynamic, cache, device, told)
     made = results.provenance(seed=0 if run is None else run.config.seed, device=device_name(device))
     results.save(record, out / "results.json", made)
-    console.print(table(record))
-    if record.scores[0].frequency:
-        console.print(frequencies(record))
-    for line in remarks(record):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if record.tasks:
+        console.print(tasks_table(record))
+    else:
+        console.print(table(record))
+        if record.scores[0].frequency:
+            console.print(frequencies(record))
+        for line in remarks(record):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"results {out / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -262,6 +281,22 @@ def table(record: Evaluated) -> Table:
             one.method, f"{one.loss:.4f} ± {one.standard_error:.4f}", f"{one.perplexity:.2f}",
             f"{one.bits_per_byte:.4f}", f"{one.counted:,}", f"{one.seconds:.1f}",
         )  # fmt: skip
+    return drawn
+
+
+def tasks_table(record: Evaluated) -> Table:
+    import math
+
+    from rich.markup import escape
+    from rich.table import Table
+
+    drawn = Table(title=escape(f"{record.run}: {record.head}, lm-evaluation-harness"), title_justify="left")
+    for header in ("task", "metric"):
+        drawn.add_column(header)
+    drawn.add_column("value", justify="right")
+    for one in record.tasks:
+        error = "" if math.isnan(one.standard_error) else f" ± {one.standard_error:.4f}"
+        drawn.add_row(one.task, one.metric, f"{one.value:.4f}{error}")
     return drawn
 
 

@@ -1,4 +1,4 @@
-"""`fullrank eval MODEL --text FILE`: a causal language model of transformers on a text, with a cache too."""
+"""`fullrank eval MODEL` with --text or --tasks: a run or any other causal language model."""
 
 from __future__ import annotations
 
@@ -34,20 +34,47 @@ def check(options: Eval) -> None:
             )
 
 
+def check_tasks(options: Eval) -> None:
+    """Raise for what tasks are not asked."""
+    for name in ("text", "dynamic", "cache", "stride", "batch", "length"):
+        if getattr(options, name) not in ((), False, None):
+            raise FullrankError(f"--{name} was given with --tasks, which stand alone: leave it out")
+
+
+def measure_tasks(options: Eval, device: str, progress: Callable[[str, float], None]) -> Evaluated:
+    """The scores of lm-evaluation-harness."""
+    from fullrank.models.anatomy import longest
+    from fullrank.results import Evaluated
+    from fullrank.train.loaded import load_any
+    from fullrank.train.tasks import task_scores
+
+    progress("loading the model", 0.0)
+    loaded = load_any(options.run, checkpoint=options.checkpoint, device=device)
+    progress("lm-evaluation-harness", 0.0)
+    found = task_scores(loaded, options.tasks, path=options.task_path, limit=options.limit)
+    limit = longest(loaded.model)
+    return Evaluated(
+        run=loaded.name, recipe="", head=head_of(loaded.model), checkpoint="", step=0, split="", tokens=0,
+        context=limit, length=limit or 0, stride=limit or 0, batch=1, scores=(), tasks=found,
+    )  # fmt: skip
+
+
+def head_of(model: Any) -> str:
+    return model.lm_head.name if hasattr(model, "head_inputs") else "softmax"
+
+
 def measure(
     options: Eval, cache: Cache | None, device: str, progress: Callable[[str, float], None]
 ) -> Evaluated:
     """The model's losses on the text, and with a cache if asked: tuned on a third, judged on the rest."""
-    import torch
-
     from fullrank.fit import collect
-    from fullrank.models import loading
     from fullrank.models.anatomy import longest
     from fullrank.results import Evaluated
     from fullrank.train.cache import Trace, trace_transformers, tune, with_cache
+    from fullrank.train.loaded import load_any
 
     progress("loading the model", 0.0)
-    loaded = loading.load(str(options.run), device=device, dtype=torch.float32)
+    loaded = load_any(str(options.run), checkpoint=options.checkpoint, device=device)
     windows = collect.tokenise(
         loaded.tokenizer,
         list(options.text),
@@ -74,11 +101,10 @@ def measure(
         # The cache looks back into the part that is not judged: it is the same text.
         losses = with_cache(way, cache, device=device, progress=functools.partial(progress, "cache"))
         scores.append(_score("cache", losses[judged], size, start, cache, options.tune))
-    model: Any = loaded.model
     return Evaluated(
         run=loaded.name,
         recipe="",
-        head=model.lm_head.name if hasattr(model, "head_inputs") else "softmax",
+        head=head_of(loaded.model),
         checkpoint="",
         step=0,
         split=", ".join(windows.sources),

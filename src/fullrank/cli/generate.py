@@ -1,9 +1,8 @@
-"""`fullrank generate`: sample text from a trained run."""
+"""`fullrank generate`: sample text from a run, an upgrade or any other model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -11,17 +10,17 @@ import tyro
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Sample text from a training run; the text alone goes to the output, so that it can be piped.
+    """Sample text from a model; the text alone goes to the output, so that it can be piped.
 
     Example: fullrank generate runs/t --prompt "The first" --temperature 0.8
     """
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """The --out of `fullrank train`."""
+    run: Annotated[str, tyro.conf.Positional]
+    """The --out of `fullrank train` or `upgrade`, a transformers directory, a hub name or a .gguf file."""
     prompt: str = ""
     """Text to go on from."""
     tokens: int = 100
-    """Tokens to sample."""
+    """Tokens to sample, at most: a model may end its text."""
     temperature: float = 1.0
     """Below 1 is more careful, 0 takes the most probable token."""
     top_k: int = 0
@@ -35,7 +34,7 @@ class Generate:
     seed: int = 0
     """Seed of the first text."""
     checkpoint: str = "best"
-    """best by validation, last, or a step that was kept."""
+    """Of a run: best by validation, last, or a step that was kept."""
     device: str = "auto"
     """cpu, cuda, mps, or auto: cuda where there is one."""
 
@@ -43,32 +42,20 @@ class Generate:
 def generate(options: Generate) -> None:
     from fullrank.cli.progress import device_of
     from fullrank.errors import FullrankError
-    from fullrank.train import generate as sampling
-    from fullrank.train.folder import open_run
+    from fullrank.models import sampling
+    from fullrank.train.loaded import load_any
 
     if options.count < 1:
         raise FullrankError(f"--count is {options.count}, expected 1 or more")
     if options.seed < 0:
         raise FullrankError(f"--seed is {options.seed}, expected 0 or more")
-    sampling.check(
-        tokens=options.tokens, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
-    )
-    device = device_of(options.device)
-    run = open_run(options.run, checkpoint=options.checkpoint, device=device)
+    settings = {name: getattr(options, name) for name in ("tokens", "temperature", "top_k", "top_p")}
+    sampling.check(**settings)
+    loaded = load_any(options.run, checkpoint=options.checkpoint, device=device_of(options.device))
     for number in range(options.count):
-        text = sampling.generate(
-            run.model,
-            run.corpus.vocabulary,
-            options.prompt,
-            tokens=options.tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed + number,
-            allow_unknown=options.unknown,
-            device=device,
-        )
+        seed = options.seed + number
+        text = sampling.sample(loaded, options.prompt, seed=seed, allow_unknown=options.unknown, **settings)
         if number:
-            print(f"\n--- seed {options.seed + number}")
+            print(f"\n--- seed {seed}")
         # At once: the next text may take a while.
         print(text, flush=True)

@@ -31,8 +31,9 @@ from fullrank.diagnose import (
     unreachable,
 )
 from fullrank.errors import FullrankError
-from fullrank.fit import collect, frozen
+from fullrank.fit import collect, frozen, head_states
 from fullrank.models import anatomy
+from fullrank.models.head_anatomy import has_own_head
 from fullrank.models.loading import Loaded, load
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS, Diagnosis, Missing, TextFacts
 
@@ -92,7 +93,7 @@ class Interrupted(KeyboardInterrupt):
 def run(
     model: Any = None,
     *,
-    text: Sequence[Path | str] = (),
+    text: Sequence[Path | str] | collect.Windows = (),
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     settings: Settings = USUAL,
@@ -106,9 +107,9 @@ def run(
 ) -> Diagnosis:
     """Diagnose a model: a path, a hub name, a .gguf file, a `Loaded`, or the bundled model for None.
 
-    `text` are files, `only` and `skip` names of questions; attention is asked only where `only` names it.
-    States are kept under `out`, so that a second run finds them; answers that an earlier run left there for
-    the same model and text are kept where they are not asked for again.
+    `text` are files, or windows of tokens; `only` and `skip` names of questions; attention is asked only
+    where `only` names it. States are kept under `out`, so that a second run finds them; answers that an
+    earlier run left there for the same model and text are kept where they are not asked for again.
     """
     asked = chosen_questions(only, skip)
     progress("loading the model", 0.0)
@@ -125,13 +126,19 @@ def run(
             say=lambda message: progress(message, 0.0),
         )
     build = anatomy.examine(loaded)
-    windows = collect.tokenise(
-        loaded.tokenizer,
-        [Path(one) for one in text],
-        tokens=settings.tokens,
-        window=settings.window,
-        longest=anatomy.longest(loaded.model),
+    windows = (
+        text
+        if isinstance(text, collect.Windows)
+        else collect.tokenise(
+            loaded.tokenizer,
+            [Path(one) for one in text],
+            tokens=settings.tokens,
+            window=settings.window,
+            longest=anatomy.longest(loaded.model),
+        )
     )
+    if has_own_head(loaded.model):
+        return _own(loaded, build, windows, asked, settings, out, progress)
     with _directory(out) as directory:
         states = None
         if set(asked) - set(BY_NAME):
@@ -152,6 +159,38 @@ def run(
         answers = Answers(build, states, settings, lambda token: _name(tokenizer, token), watched)
         del watched
         return answer(answers, windows, asked, out, progress)
+
+
+def _own(
+    loaded: Loaded,
+    build: anatomy.Anatomy,
+    windows: collect.Windows,
+    asked: Sequence[str],
+    settings: Settings,
+    out: Path | None,
+    progress: Progress,
+) -> Diagnosis:
+    """The diagnosis of a model that has one of our heads."""
+    from fullrank.diagnose import own_heads
+
+    states = None
+    if set(asked) - set(BY_NAME):
+        states = head_states.collect_states(
+            loaded.model,
+            windows,
+            memory=settings.memory,
+            progress=lambda share: progress("running the model", share),
+        )
+    model: Any = loaded.model
+    answers = own_heads.answers_of(model.lm_head)(
+        build,
+        states,
+        settings,
+        lambda token: _name(loaded.tokenizer, token),
+        (model, windows.ids) if "attention" in asked else None,
+        head=model.lm_head,
+    )
+    return answer(answers, windows, asked, out, progress)
 
 
 def chosen_questions(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
@@ -287,11 +326,7 @@ class Answers:
         )
 
     def attention(self, progress: Progress) -> object:
-        if self.watched is None:
-            raise FullrankError(
-                "attention is measured in models of transformers, and this is a training run: fullrank study "
-                "attention compares normalisers in training"
-            )
+        assert self.watched is not None
         # Let go of it here, so that the questions after this one have the model's memory.
         (model, ids), self.watched = self.watched, None
         return attention.attention(

@@ -29,6 +29,7 @@ from fullrank.errors import FullrankError
 from fullrank.fit import shards
 from fullrank.fit.estimates import BLOCK
 from fullrank.models.anatomy import Anatomy, states, watched
+from fullrank.models.model_files import first_line
 from fullrank.text import sample as texts
 
 LEAST_TOKENS = 256
@@ -102,7 +103,7 @@ def tokenise(
             break
         characters *= 2
     ids, starts = ids[: tokens + 1], starts[: tokens + 2]
-    bos = _bos(tokenizer)
+    bos = begin_token(tokenizer)
     if len(ids) < LEAST_TOKENS:
         raise FullrankError(
             f"the text has {len(ids)} tokens, expected {LEAST_TOKENS} or more: give a longer one with --text"
@@ -140,7 +141,13 @@ def _encode(tokenizer: Any, joined: str) -> tuple[list[int], list[int], int]:
     """Token ids without special ones, the byte at which each begins, and the number of bytes."""
     total = len(joined.encode("utf8", "surrogatepass"))
     if getattr(tokenizer, "is_fast", False):
-        found = tokenizer(joined, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        try:
+            found = tokenizer(joined, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        except Exception as error:  # the library's own, as for a word that a vocabulary without <unk> lacks
+            raise FullrankError(
+                f"the text cannot be put into tokens of this model ({first_line(error)}): give one in its "
+                "words"
+            ) from error
         at = _byte_offsets(joined)
         return found["input_ids"], [at[begin] for begin, _ in found["offset_mapping"]], total
     # Tokenizers without offsets: the bytes are shared out evenly, which leaves every sum right on average.
@@ -158,12 +165,20 @@ def _byte_offsets(joined: str) -> Sequence[int]:
     return offsets
 
 
-def _bos(tokenizer: Any) -> int | None:
+def begin_token(tokenizer: Any) -> int | None:
     """The token that the tokenizer itself puts before every text, if it does."""
-    begun = tokenizer("a", verbose=False)["input_ids"]
-    plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    try:
+        begun, plain = _both("a", tokenizer)
+    except Exception:  # the library's own: a vocabulary of words may lack every letter
+        begun, plain = _both("", tokenizer)
     added = len(begun) > len(plain) and begun[0] not in plain[:1]
     return begun[0] if added and begun[0] == tokenizer.bos_token_id else None
+
+
+def _both(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids with the special ones that the tokenizer adds, and without."""
+    begun = tokenizer(text, verbose=False)["input_ids"]
+    return begun, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def collect(

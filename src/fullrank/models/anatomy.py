@@ -52,6 +52,10 @@ class _Reached(Exception):  # noqa: N818  (a signal, not an error)
 @torch.no_grad()
 def states(model: Any, ids: Tensor) -> Tensor:
     """What enters the output matrix [batch, time, D]; the model stops there, so nothing V wide is made."""
+    if hasattr(model, "head_inputs"):
+        from fullrank.models import head_anatomy
+
+        return head_anatomy.rows(model.lm_head, model.head_inputs(ids).states)
     found: list[Tensor] = []
 
     def catch(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -102,12 +106,15 @@ def watched(blocks: tuple[nn.Module, ...], take: Callable[[int, Tensor], None]) 
 def examine(loaded: Loaded) -> Anatomy:
     """Find the output layer and say what was found; FullrankError where the model is not what it seems."""
     model = loaded.model
+    if hasattr(model, "head_inputs"):
+        from fullrank.models import head_anatomy
+
+        return head_anatomy.examine(loaded)
     head: Any = model.get_output_embeddings()
     if head is None:
         raise FullrankError(f"{type(model).__name__} has no output embedding: give a causal language model")
     weight, bias = _linear(model, head)
-    entries = loaded.tokenizer.get_vocab().values()
-    named = min(max(entries, default=-1) + 1, len(weight))
+    named = named_tokens(loaded, len(weight))
     hidden, logits, norm = _probe(model, weight, named)
     scores = hidden.float() @ weight.T
     if bias is not None:
@@ -122,7 +129,7 @@ def examine(loaded: Loaded) -> Anatomy:
     if scale != 1.0:
         weight, bias = weight * scale, None if bias is None else bias * scale
     output = OutputLayer(weight=weight, bias=bias, pointwise=pointwise, tokens=named)
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     name, lost = norm_rank(norm, biased=bias is not None)
     embedding = model.get_input_embeddings()
     tied = getattr(embedding, "weight", None) is getattr(head, "weight", head)
@@ -148,6 +155,11 @@ def examine(loaded: Loaded) -> Anatomy:
     return Anatomy(output=output, facts=facts, states_rank=output.width - lost, blocks=blocks)
 
 
+def named_tokens(loaded: Loaded, rows: int) -> int:
+    """Rows of the output matrix that the tokenizer has names for."""
+    return min(max(loaded.tokenizer.get_vocab().values(), default=-1) + 1, rows)
+
+
 def _linear(model: Any, head: Any) -> tuple[Tensor, Tensor | None]:
     """W [V, D] and b [V] in fp32, copies; a quantised layer is asked through its forward."""
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
@@ -171,34 +183,16 @@ def _linear(model: Any, head: Any) -> tuple[Tensor, Tensor | None]:
 @torch.no_grad()
 def _probe(model: Any, weight: Tensor, named: int) -> tuple[Tensor, Tensor, tuple[nn.Module, Tensor] | None]:
     """States [n, D] and the model's own logits [n, V] of a few random tokens, and the last norm that ran."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(named, (2, min(PROBE, longest(model) or PROBE)), generator=generator)
-    half = ids.shape[1] // 2
-    ids[1, :half] = ids[0, :half]
-    ids = ids.to(model.device)
-    ran: list[tuple[nn.Module, Tensor]] = []
-
-    def remember(module: nn.Module, inputs: Any, result: Any) -> None:
-        if isinstance(result, Tensor):
-            ran.append((module, result))
-
+    ids, half = probe_ids(model, named)
     caught: list[Tensor] = []
-    handles = [
-        module.register_forward_hook(remember)
-        for module in model.modules()
-        if "norm" in type(module).__name__.lower()
-    ]
-    handles.append(
-        model.get_output_embeddings().register_forward_pre_hook(
-            lambda module, inputs: caught.append(inputs[0].detach())
-        )
+    handle = model.get_output_embeddings().register_forward_pre_hook(
+        lambda module, inputs: caught.append(inputs[0].detach())
     )
     try:
-        with quiet():
+        with norms_that_run(model) as ran, quiet():
             found = model(input_ids=ids, use_cache=False)
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
     logits = getattr(found, "logits", None)
     if logits is None or not caught:
         raise FullrankError(f"{type(model).__name__} gives no logits: expected a causal language model")
@@ -208,6 +202,42 @@ def _probe(model: Any, weight: Tensor, named: int) -> tuple[Tensor, Tensor, tupl
             f"states of width {hidden.shape[-1]} enter an output matrix of width {weight.shape[1]} in "
             f"{type(model).__name__}: its output layer is more than one matrix and is not read yet"
         )
+    require_causal(model, hidden, half)
+    norm = None
+    if ran and ran[-1][1].shape == caught[-1].shape and torch.equal(ran[-1][1], caught[-1]):
+        norm = ran[-1]
+    return hidden.flatten(0, 1), logits.flatten(0, 1), norm
+
+
+def probe_ids(model: Any, named: int) -> tuple[Tensor, int]:
+    """Two texts of random tokens [2, time], alike up to the second number."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(named, (2, min(PROBE, longest(model) or PROBE)), generator=generator)
+    half = ids.shape[1] // 2
+    ids[1, :half] = ids[0, :half]
+    return ids.to(model.device), half
+
+
+@contextlib.contextmanager
+def norms_that_run(model: Any) -> Iterator[list[tuple[nn.Module, Tensor]]]:
+    """Every norm that is called inside, and what it gave, in order."""
+    ran: list[tuple[nn.Module, Tensor]] = []
+
+    def remember(module: nn.Module, inputs: Any, result: Any) -> None:
+        if isinstance(result, Tensor):
+            ran.append((module, result))
+
+    norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
+    handles = [module.register_forward_hook(remember) for module in norms]
+    try:
+        yield ran
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def require_causal(model: Any, hidden: Tensor, half: int) -> None:
+    """Raise for states [2, time, D] of the probe that are no numbers, or that see later tokens."""
     if not hidden.isfinite().all():
         raise FullrankError(
             f"the states of {type(model).__name__} hold NaN or infinity in {model.dtype}: run it with "
@@ -221,10 +251,6 @@ def _probe(model: Any, weight: Tensor, named: int) -> tuple[Tensor, Tensor, tupl
             f"{type(model).__name__} sees later tokens: states of earlier ones change with them; "
             "expected a causal language model, which predicts each token from those before it"
         )
-    norm = None
-    if ran and ran[-1][1].shape == caught[-1].shape and torch.equal(ran[-1][1], caught[-1]):
-        norm = ran[-1]
-    return hidden.flatten(0, 1), logits.flatten(0, 1), norm
 
 
 def _shape(scores: Tensor, logits: Tensor, model: Any) -> tuple[float, Pointwise]:
@@ -262,7 +288,7 @@ def longest(model: Any) -> int | None:
     return None
 
 
-def _blocks(model: Any) -> tuple[nn.Module, ...]:
+def blocks_of(model: Any) -> tuple[nn.Module, ...]:
     """The body's list of layers: the longest list of modules, of as many as the configuration says."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     count = getattr(config, "num_hidden_layers", None)
@@ -301,16 +327,20 @@ def norm_rank(norm: tuple[nn.Module, Tensor] | None, *, biased: bool) -> tuple[s
     return name, 0
 
 
+def padding_note(output: OutputLayer) -> str:
+    return (
+        f"{output.vocabulary - output.tokens} rows of the output matrix are padding that no tokenizer entry "
+        "names: they count in losses, as in the model, and are left out of spectrum and ranks."
+    )
+
+
 def _notes(
     output: OutputLayer, loaded: Loaded, tied: bool, scale: float, norm: str, lost: int
 ) -> Iterator[str]:
     if tied:
         yield "The output matrix is tied: it is the input embedding as well."
     if output.vocabulary > output.tokens:
-        yield (
-            f"{output.vocabulary - output.tokens} rows of the output matrix are padding that no tokenizer "
-            "entry names: they count in losses, as in the model, and are left out of spectrum and ranks."
-        )
+        yield padding_note(output)
     if output.bias is not None:
         yield "The output layer has a bias: one dimension more than the width."
     if scale != 1.0:

@@ -199,19 +199,24 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def head_inputs(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, state: Any = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        state: Any = None,
+        layers: bool = False,
     ) -> HeadInputs:
         """What the head reads for ids [batch, time]. Nothing V wide is made.
 
         `state` is what the output of the last call on the same texts had by that name, where the body
-        carries one.
+        carries one; with `layers` the output has every layer's states.
         """
         output = self.model(
             **self._body_inputs(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 use_cache=self.carries_state,
-                output_hidden_states=True if self.lm_head.states > 1 else None,
+                output_hidden_states=True if layers or self.lm_head.states > 1 else None,
                 state=state,
             )
         )

@@ -46,6 +46,17 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskScore:
+    """One metric of a task of lm-evaluation-harness."""
+
+    task: str
+    metric: str
+    value: float
+    standard_error: float
+    """As the harness has it; nan where it has none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated:
     """Everything `fullrank eval` found."""
 
@@ -71,4 +82,5 @@ class Evaluated:
     """Tokens from one window to the next; equal to length where windows do not overlap."""
     batch: int
     scores: tuple[Score, ...]
-    """One a method, plain first."""
+    """One a method, plain first; none where only tasks were asked for."""
+    tasks: tuple[TaskScore, ...] = ()

@@ -199,19 +199,25 @@ def open_run(path: Path, *, checkpoint: str = "best", device: str = "cpu") -> Ru
     """
     import torch
 
-    from fullrank.text import store as data
     from fullrank.train.model import build
 
     config = config_of(path)
-    stored = _chosen(path, checkpoint)
-    corpus = data.load(_tokens(path))
+    stored = chosen(path, checkpoint)
+    corpus = corpus_of(path)
     model = build(config, corpus.vocabulary.size)
     restore(model, stored.groups["model"], stored.path)
     torch.nn.Module.to(model.eval(), torch.device(device))
     return Run(path=path, config=config, corpus=corpus, model=model, step=stored.step)
 
 
-def _chosen(path: Path, which: str) -> checkpoints.Stored:
+def corpus_of(path: Path) -> Corpus:
+    from fullrank.text import store as data
+
+    return data.load(_tokens(path))
+
+
+def chosen(path: Path, which: str) -> checkpoints.Stored:
+    """The checkpoint of that name, whole."""
     folder = path / CHECKPOINTS
     best, steps = checkpoints.found(folder, "best"), checkpoints.found(folder, "step")
     if not best and not steps:

@@ -76,17 +76,13 @@ def read(model: Any, body: Any, ids: Tensor) -> tuple[Layer, Tensor]:
                 f"which no head here does: call resize_token_embeddings({kept}) first"
             )
         weight = nn.Parameter(weight[:kept].clone(), requires_grad=weight.requires_grad)
-    entered: list[Tensor] = []
-    handle = original.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
-    try:
-        with loading.quiet():
-            logits = model(input_ids=ids, use_cache=False).logits
-            # By itself, because some models call a part of their body and not the whole.
-            last = body(input_ids=ids, use_cache=False).last_hidden_state
-    finally:
-        handle.remove()
-    between = _factor(entered[-1].view(last.shape), last, type(model).__name__)
-    states = entered[-1].float()
+    with loading.quiet():
+        logits = model(input_ids=ids, use_cache=False).logits
+        # By itself, because some models call a part of their body and not the whole.
+        last = body(input_ids=ids, use_cache=False).last_hidden_state
+    entered = anatomy.states(model, ids)
+    between = _factor(entered, last, type(model).__name__)
+    states = entered.float()
     # The layer that was read is in fp32 and has the scale in it.
     scores = states @ output.weight.T
     if output.bias is not None:

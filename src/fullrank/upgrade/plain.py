@@ -21,6 +21,7 @@ def plain_model(model: Any) -> tuple[Any, Pointwise, float]:
     Also what that architecture does to its scores, and the factor that it has on W h + b.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from fullrank.models.configuration import FullrankConfig
 
@@ -29,6 +30,11 @@ def plain_model(model: Any) -> tuple[Any, Pointwise, float]:
             f"got a {type(model).__name__}, expected an upgraded model: give the --out of fullrank upgrade"
         )
     body, head = model.model, model.lm_head
+    if type(body.config) not in MODEL_FOR_CAUSAL_LM_MAPPING or model.config.normaliser != "softmax":
+        raise FullrankError(
+            f"transformers has no plain model with this body, a {type(body).__name__} with "
+            f"{model.config.normaliser} attention: there is nothing to collapse into"
+        )
     config = copy.deepcopy(body.config)
     config.tie_word_embeddings = False
     with loading.quiet(), torch.device("meta"):

@@ -25,7 +25,7 @@ import torch
 from fullrank.errors import FullrankError
 from fullrank.heads import Start
 from fullrank.heads.registry import find
-from fullrank.models import checks, loading
+from fullrank.models import checks, head_anatomy, loading
 from fullrank.upgrade import original
 
 if TYPE_CHECKING:
@@ -101,9 +101,8 @@ def _body(model: Any) -> Any:
         )
     kind = type(model).__name__
     if isinstance(model.config, FullrankConfig):
-        raise FullrankError(
-            f"the model has a head of ours already, {model.config.head}: upgrade its original"
-        )
+        # A run of ours, or an upgrade to plain softmax.
+        head_anatomy.check_one_matrix(model)
     if model.config.is_encoder_decoder:
         raise FullrankError(f"{kind} is an encoder-decoder model, {expected}")
     if model.get_output_embeddings() is None:
@@ -139,6 +138,7 @@ def _assemble(
         vocab_size=rows,
         tie_word_embeddings=layer.tied,
         logit_scale=layer.scale,
+        normaliser=getattr(model.config, "normaliser", "softmax"),
         dtype=body.config.dtype,
     )
     config.name_or_path = model.config.name_or_path
