@@ -195,9 +195,9 @@ def test_a_table_without_the_column_names_those_it_has(tmp_path: Path) -> None:
     )
     with pytest.raises(FullrankError, match=r"body, number.*--column"):
         texts_of(tmp_path / "a.parquet")
-    assert texts_of(tmp_path / "a.parquet", column="body") == ["a", "b"]
+    assert texts_of(tmp_path / "a.parquet", field="body") == ["a", "b"]
     with pytest.raises(FullrankError, match="holds int"):
-        texts_of(tmp_path / "a.parquet", column="number")
+        texts_of(tmp_path / "a.parquet", field="number")
 
 
 def test_names_that_are_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from fullrank.errors import FullrankError
-from fullrank.text import files as text_files
-from fullrank.text import splits as sources
+from fullrank.text import build, documents, formats, shards, stages
 from fullrank.text import store as data
+from fullrank.text.splits import SPLITS
 from fullrank.text.store import Corpus, load, prepare
 from fullrank.text.vocabulary import Bpe
 from fullrank.train.config import DataConfig
@@ -43,7 +43,9 @@ def texts(corpus: Corpus) -> dict[str, str]:
 
 
 def folders(cache: Path) -> list[str]:
-    return sorted(path.name for path in cache.iterdir()) if cache.exists() else []
+    """Without what starts remember."""
+    names = [path.name for path in cache.iterdir()] if cache.exists() else []
+    return sorted(name for name in names if name != data.STARTS and not name.endswith(".lock"))
 
 
 def test_named_splits_become_read_only_token_files(tmp_path: Path) -> None:
@@ -98,7 +100,8 @@ def test_several_files_of_a_split_are_documents_and_archives_are_left(tmp_path: 
     assert tokens == [*b"the cat", 256, *TRAIN.encode(), 256]
     assert corpus.splits["train"].documents == 2
     assert corpus.splits["train"].bytes == len(tokens) - 2
-    assert corpus.describe()["skipped"] == ["train.txt.gz"]
+    # The same text again, and no gzip at that.
+    assert [one["name"] for one in corpus.describe()["sources"]][:2] == ["train-2.txt", "train.txt"]
 
 
 def test_files_without_splits_are_cut_by_lines(tmp_path: Path) -> None:
@@ -110,18 +113,25 @@ def test_files_without_splits_are_cut_by_lines(tmp_path: Path) -> None:
     write(source / ".git" / "hidden", "hidden\n")
     config = DataConfig(level="words", vocabulary_from="all", valid_share=0.25, test_share=0.1)
     corpus = prepare([source], config, tmp_path / "cache")
-    expected = {"train": lines[:26], "valid": lines[26:36], "test": lines[36:]}
+    # Of every file the end: 25 and 15 lines, of which 4 in 40 are for the test and 10 for validation.
+    expected = {
+        "train": lines[:17] + lines[25:34],
+        "valid": lines[17:23] + lines[34:38],
+        "test": lines[23:25] + lines[38:],
+    }
     assert texts(corpus) == {name: "\n".join([*part, ""]) for name, part in expected.items()}
     assert [split.lines for split in corpus.splits.values()] == [26, 10, 4]
-    assert [split.documents for split in corpus.splits.values()] == [2, 1, 1]
+    assert [split.documents for split in corpus.splits.values()] == [2, 2, 2]
     # Bytes of the text alone: no mark, and no line break that was not there.
     assert sum(split.bytes for split in corpus.splits.values()) == len("\n".join(lines).encode())
     assert corpus.describe()["skipped"] == ["b/picture.png"]
     assert corpus.describe()["split_by"] == "lines"
     # Bytes put together again are the files.
     raw = prepare([source], DataConfig(level="bytes"), tmp_path / "cache")
-    whole = "".join(texts(raw).values())
-    assert whole == "\n".join(lines[:25]) + "\n".join([*lines[25:], ""])
+    parts = [texts(raw)[name].encode().count(b"line") for name in SPLITS]
+    assert (sum(parts), [split.documents for split in raw.splits.values()]) == (40, [2, 2, 2])
+    for name, split in raw.splits.items():
+        assert split.tokens.tolist().count(256) == 2, name
     # A file named twice is read once, so that no line is trained on and judged on.
     twice = prepare(
         [source / "a.txt", source / "a.txt", source / "b" / ".." / "a.txt"], config, tmp_path / "c"
@@ -142,19 +152,15 @@ def test_blocks_of_any_size_give_the_same_tokens(
     config = DataConfig(level=level, bpe_size=300)
     whole = prepare([source], config, tmp_path / "whole")
     assert np.array_equal(whole.splits["train"].tokens, whole.vocabulary.encode(text))
-    monkeypatch.setattr(text_files, "READ", 257)
+    monkeypatch.setattr(formats, "READ", 257)
+    monkeypatch.setattr(documents, "FRAGMENT", 301)
+    monkeypatch.setattr(build, "BATCH", (1000, 1000))
     small = prepare([source], config, tmp_path / "small")
     assert small.digest == whole.digest
-    found = sources.find([source], config)
-    pieces = list(text_files.blocks(found.splits["train"][0]))
-    assert len(pieces) > 100
-    assert "".join(pieces) == text
     # A text without any place to cut is read all the same.
-    monkeypatch.setattr(text_files, "LONGEST", 1000)
-    endless = three(tmp_path / "endless", train="ä" * 5000, valid="a", test="b")
-    (part,) = sources.find([endless], config).splits["train"]
-    assert [len(piece) for piece in text_files.blocks(part)][:2] == [pytest.approx(1000, abs=257)] * 2
-    assert "".join(text_files.blocks(part)) == "ä" * 5000
+    monkeypatch.setattr(documents, "LONGEST", 1000)
+    endless = three(tmp_path / "endless", train="ä" * 5000, valid="ä" * 5000, test="ä" * 5000)
+    assert set(texts(prepare([endless], DataConfig(level="bytes"), tmp_path / "c")).values()) == {"ä" * 5000}
 
 
 def test_ids_beyond_sixteen_bits_are_kept(tmp_path: Path) -> None:
@@ -196,7 +202,7 @@ def test_bpe_is_trained_on_train_or_loaded(tmp_path: Path) -> None:
     assert loaded.vocabulary.size == 262
     assert texts(loaded) == texts(trained)
     assert loaded.describe()["vocabulary_from"] == "tokenizer"
-    with pytest.raises(FullrankError, match="no tokeniser at"):
+    with pytest.raises(FullrankError, match=r"none\.json is not there as a tokenizer"):
         prepare([source], DataConfig(level="bpe", tokenizer=str(tmp_path / "none.json")), cache)
 
 
@@ -223,13 +229,13 @@ def test_damage_is_found_and_built_again(damage: str, tmp_path: Path) -> None:
     source, cache = three(tmp_path / "text"), tmp_path / "cache"
     corpus = prepare([source], WORDS, cache)
     expected, folder = texts(corpus), corpus.folder
-    target = folder / {"meta": "meta.json", "vocabulary": "vocabulary.json"}.get(damage, "valid.tokens")
+    target = folder / {"meta": "manifest.json", "vocabulary": "vocabulary.json"}.get(damage, "valid.tokens")
     if damage == "remove":
         target.unlink()
     elif damage == "count":
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = json.loads((folder / "manifest.json").read_text())
         meta["splits"]["valid"]["bytes"] += 1
-        (folder / "meta.json").write_text(json.dumps(meta))
+        (folder / "manifest.json").write_text(json.dumps(meta))
     elif damage == "empty":
         for path in folder.iterdir():
             path.unlink()
@@ -237,33 +243,37 @@ def test_damage_is_found_and_built_again(damage: str, tmp_path: Path) -> None:
         content = bytearray(target.read_bytes())
         content[0] ^= 1
         target.write_bytes(content[:-2] if damage == "truncate" else content)
-    with pytest.raises(FullrankError, match="prepare the data again"):
-        load(folder)
+    # What has the right size is believed until someone looks.
+    asked = damage == "flip"
+    assert (texts(load(folder)) != expected) if asked else True
+    with pytest.raises(FullrankError, match="again"):
+        load(folder, verify=asked)
     messages: list[str] = []
-    rebuilt = prepare([source], WORDS, cache, warn=messages.append)
+    rebuilt = prepare([source], WORDS, cache, warn=messages.append, verify=asked)
     assert len(messages) == 1
-    assert "built again" in messages[0]
+    assert "made again" in messages[0]
     assert texts(rebuilt) == expected
     assert texts(load(folder)) == expected
     assert folders(cache) == [folder.name]
-    (folder / "meta.json").write_text("{}")
-    with pytest.warns(UserWarning, match="built again"):
+    (folder / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match="made again"):
         prepare([source], WORDS, cache)
 
 
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from fullrank.train import data
-from fullrank.train.config import DataConfig
+from fullrank.text import stages
+from fullrank.text import store as data
+from fullrank.text.settings import DataConfig
 source, cache, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-write = data.write_whole
+write = stages.write_whole
 def slow(path, text):
-    # Everything but meta.json is there.
+    # Everything but the manifest is there.
     Path(sys.argv[2], "waiting").touch()
     time.sleep(pause)
     write(path, text)
-data.write_whole = slow
+stages.write_whole = slow
 corpus = data.prepare([source], DataConfig(), cache)
 print(corpus.digest)
 """
@@ -287,11 +297,7 @@ def test_a_killed_build_leaves_no_half_corpus(tmp_path: Path) -> None:
     assert left[0].startswith(".")
     corpus = prepare([source], WORDS, cache)
     assert texts(corpus)["train"] == TRAIN
-    # What was left is swept up once it is surely dead.
-    for path in (cache / left[0], *(cache / left[0]).iterdir()):
-        os.utime(path, (0, 0))
-    (corpus.folder / "meta.json").unlink()
-    prepare([source], WORDS, cache, warn=lambda message: None)
+    # What was left is gone with the next build.
     assert folders(cache) == [corpus.folder.name, "waiting"]
 
 
@@ -308,19 +314,22 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(data, "write_whole", full)
-    with pytest.raises(FullrankError, match=r"No space left on device.*choose another --out"):
-        prepare([three(tmp_path / "text")], WORDS, tmp_path / "cache")
-    assert folders(tmp_path / "cache") == []
+    for place, name in ((shards.Writer, "add"), (stages, "write_whole")):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, full)
+            with pytest.raises(FullrankError, match=r"No space left on device.*free some space"):
+                prepare([three(tmp_path / "text")], WORDS, tmp_path / "cache")
+        assert [one for one in folders(tmp_path / "cache") if not one.startswith(".")] == []
+    prepare([three(tmp_path / "text")], WORDS, tmp_path / "cache")
 
 
 BAD: dict[str, tuple[dict[str, bytes], str]] = {
     "no file": ({}, "holds no text"),
     "empty file": ({"a.txt": b""}, "holds no text"),
-    "only binary": ({"a.bin": b"\0\1"}, r"holds no text; 1 files are no UTF-8 text \(a.bin\)"),
+    "only binary": ({"a.bin": b"\0\1"}, r"holds no text \(1 files are no text, such as a.bin\)"),
     "blank": ({"a.txt": b"\n \n\n\n"}, "only blank lines"),
-    "few lines": ({"a.txt": b"a\nb\n"}, "2 lines leave 0 for training"),
-    "one line": ({"a.txt": b"a b c d"}, r"1 lines leave 0 .* train.txt, valid.txt and test.txt"),
+    "few lines": ({"a.txt": b"a\nb\n"}, "2 lines or documents leave 0 for training"),
+    "one line": ({"a.txt": b"a b c d"}, r"1 lines or documents leave 0 .* train.txt, valid.txt and test.txt"),
     "no test": (
         {"train.txt": b"a\n", "valid.txt": b"a\n"},
         r"train \(train.txt\) and valid .* none for test",
@@ -329,21 +338,24 @@ BAD: dict[str, tuple[dict[str, bytes], str]] = {
     "empty split": ({"train.txt": b"a\n", "valid.txt": b"", "test.txt": b"a\n"}, "the valid split is empty"),
     "empty train": (
         {"train.txt": b"\xef\xbb\xbf", "valid.txt": b"a", "test.txt": b"a"},
-        "train split is empty",
+        "train split has only blank",
     ),
     "blank split": (
         {"train.txt": b"a\n", "valid.txt": b"a\n", "test.txt": b" \n"},
         "test split has only blank",
     ),
     "Latin-1": (
-        {"train.txt": b"ab\n" * 400_000 + b"caf\xe9 \n", "valid.txt": b"a\n", "test.txt": b"a\n"},
-        r"train.txt is not UTF-8 at byte offset 1200003 \(invalid continuation byte\).*iconv",
+        {"train.txt": b"ab\n" * 40_000 + b"caf\xe9 \n" * 9_000, "valid.txt": b"a\n", "test.txt": b"a\n"},
+        r"train.txt is not UTF-8 \(9,000 of .* characters\).*iconv",
     ),
     "cut character": (
         {"train.txt": b"ab\xc3", "valid.txt": b"a\n", "test.txt": b"a\n"},
-        "byte offset 2 .*unexpected end",
+        "not UTF-8 .* the first at byte 2",
     ),
-    "binary split": ({"train.txt": b"a\0", "valid.txt": b"a\n", "test.txt": b"a\n"}, "NUL byte at offset 1"),
+    "binary split": (
+        {"train.txt": b"a\0", "valid.txt": b"a\n", "test.txt": b"a\n"},
+        "train.txt is binary, it has NUL bytes",
+    ),
     "UTF-16": ({"train.txt": "ab".encode("utf-16"), "valid.txt": b"a", "test.txt": b"a"}, "is UTF-16"),
 }
 
@@ -363,24 +375,24 @@ def test_bad_files_are_refused_by_name_and_skipped_in_a_directory(tmp_path: Path
     cache, source = tmp_path / "cache", tmp_path / "text"
     good = write(source / "good.txt", "a b\n" * 100)
     latin = write(source / "latin.txt", b"caf\xe9\n" * 100)
-    with pytest.raises(FullrankError, match=r"latin.txt is not UTF-8 at byte offset 3"):
+    with pytest.raises(FullrankError, match=r"latin.txt looks binary or is not UTF-8 .* byte 3"):
         prepare([good, latin], WORDS, cache)
     messages: list[str] = []
     corpus = prepare([source], WORDS, cache, warn=messages.append)
     assert corpus.describe()["skipped"] == ["latin.txt"]
     assert len(messages) == 1
     assert "left out" in messages[0]
-    with pytest.raises(FullrankError, match="no such data"):
+    with pytest.raises(FullrankError, match="no such text"):
         prepare([tmp_path / "none"], WORDS, cache)
-    with pytest.raises(FullrankError, match="no data was given"):
+    with pytest.raises(FullrankError, match="no text was given"):
         prepare([], WORDS, cache)
     with pytest.raises(FullrankError, match="no regular file"):
         prepare([Path(os.devnull)], WORDS, cache)
     with pytest.raises(FullrankError, match=r"data.valid_share=0 leaves a split empty"):
         prepare([good], DataConfig(valid_share=0.0), cache)
-    with pytest.raises(FullrankError, match="100 lines leave 0"):
+    with pytest.raises(FullrankError, match="100 lines or documents leave 0"):
         prepare([good], DataConfig(valid_share=0.5, test_share=0.5), cache)
-    with pytest.raises(FullrankError, match="no whole corpus"):
+    with pytest.raises(FullrankError, match="damaged or missing"):
         load(tmp_path / "none")
 
 
@@ -388,6 +400,6 @@ def test_bad_files_are_refused_by_name_and_skipped_in_a_directory(tmp_path: Path
 def test_wikitext_2_has_its_published_counts(tmp_path: Path) -> None:
     source = Path(os.environ["FULLRANK_WIKITEXT"])
     corpus = prepare([source], DataConfig(vocabulary_from="all"), tmp_path / "cache")
-    assert [len(corpus.splits[name].tokens) for name in sources.SPLITS] == [2_088_628, 217_646, 245_569]
+    assert [len(corpus.splits[name].tokens) for name in SPLITS] == [2_088_628, 217_646, 245_569]
     assert corpus.vocabulary.size == 33_278
     assert corpus.describe()["sources"][0]["sha256"].startswith("9e9fa1ad55b1c2c9")

@@ -32,12 +32,14 @@ from fullrank.heads.softmax import Softmax
 from fullrank.models.anatomy import norm_rank
 from fullrank.models.body import Body
 from fullrank.models.transformer import TransformerBody
-from fullrank.text import sample as texts
+from fullrank.text import sample
 from fullrank.train.batches import evaluation_streams, evaluation_windows
 from fullrank.train.folder import Run
 
 BATCH = 4
 """Windows at once, for a body with a context."""
+STRETCH = 1024
+"""Tokens in a row that are taken from one place of a text: a carried state needs some to be of use."""
 OUTPUT = "output"
 """The name of the rows among the layers, where they are not the last layer's states."""
 
@@ -79,14 +81,17 @@ class RunStates(collect.States):
 
 
 def from_split(run: Run, wanted: int) -> Text:
-    """The first tokens of the test split."""
+    """Tokens of the test split, in stretches from all over it."""
     split, vocabulary = run.corpus.splits["test"], run.corpus.vocabulary
-    tokens = np.asarray(split.tokens[:wanted])
+    count = max(1, min(wanted, len(split.tokens)) // STRETCH)
+    places = len(split.tokens) * np.arange(count) // count
+    each = -(-wanted // count)
+    tokens = np.concatenate([np.asarray(split.tokens[place : place + each]) for place in places])[:wanted]
     digest = hashlib.sha256(vocabulary.digest().encode())
     digest.update(tokens.astype("<u4").tobytes())
     note = (
-        f"The text is the beginning of the run's test split of {len(split.tokens):,} tokens; its bytes are "
-        "taken as that share of the split's."
+        f"The text is {len(tokens):,} of the {len(split.tokens):,} tokens of the run's test split, from all "
+        "over it; its bytes are taken as that share of the split's."
     )
     return Text(
         tokens=tokens,
@@ -98,28 +103,29 @@ def from_split(run: Run, wanted: int) -> Text:
 
 
 def from_files(run: Run, files: Sequence[Path], wanted: int) -> Text:
-    """The first tokens of files, in the run's vocabulary."""
-    characters = 8 * min(wanted, 1 << 20)
+    """Tokens from all over files, in the run's vocabulary."""
+    each = 8
     while True:
-        documents = texts.read(files, limit=characters)
-        contents = [document.text for document in documents]
-        cut = sum(map(len, contents)) >= characters
-        if cut:
-            # Half of a word is a word that nobody wrote.
-            last = contents[-1]
-            contents[-1] = last[: 1 + max(last.rfind(" "), last.rfind("\n"))] or last
-        pieces = [piece for content in contents for piece in run.corpus.vocabulary.stream([content])]
-        tokens = np.concatenate([piece.ids for piece in pieces]).astype(np.int64)
-        if len(tokens) > wanted or not cut:
+        count = max(1, wanted // STRETCH)
+        found = sample.draw(files, count=count, characters=min(wanted, STRETCH) * each)
+        pieces = [list(run.corpus.vocabulary.stream([stretch])) for stretch in found.stretches]
+        parts = [np.concatenate([piece.ids for piece in own]).astype(np.int64) for own in pieces]
+        if found.whole or min(map(len, parts)) >= min(wanted, STRETCH):
             break
-        characters *= 2
-    size = sum(len(content.encode("utf8", "surrogatepass")) for content in contents)
+        each *= 2
+    # Of several stretches as much of each.
+    parts = [part[: -(-wanted // len(parts))] for part in parts]
+    tokens = np.concatenate(parts)[:wanted]
+    size = sum(len(stretch.encode("utf8", "surrogatepass")) for stretch in found.stretches)
+    total = sum(len(piece.ids) for own in pieces for piece in own)
+    digest = hashlib.sha256(run.corpus.vocabulary.digest().encode())
+    digest.update(tokens.astype("<u4").tobytes())
     return Text(
-        tokens=tokens[:wanted],
-        bytes_per_token=size / max(1, len(tokens)),
-        sources=tuple(document.name for document in documents),
-        sha256=texts.sha256(documents),
-        notes=_replaced(sum(piece.replaced for piece in pieces), len(tokens), "text"),
+        tokens=tokens,
+        bytes_per_token=size / max(1, total),
+        sources=found.sources,
+        sha256=digest.hexdigest(),
+        notes=_replaced(sum(piece.replaced for own in pieces for piece in own), total, "text"),
     )
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from fullrank.diagnose import monitors
 from fullrank.errors import FullrankError
 from fullrank.models import LanguageModel
+from fullrank.text import elsewhere
 from fullrank.text import store as data
 from fullrank.train import batches, checkpoint, evaluate, folder, monitor, optimiser, weights
 from fullrank.train.config import Config, to_json
@@ -51,6 +52,10 @@ class Options:
     monitors: bool = True
     vocab_parallel: bool = False
     fsdp: bool = False
+    tokens: Path | None = None
+    """Tokens made elsewhere, in place of data."""
+    verify: bool = False
+    """Read every byte of the tokens again for its hash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +83,7 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
     main = machine.is_main_process
     with folder.locked(options.out) if main else contextlib.nullcontext(), Stop() as stop:
         with machine.main_process_first():
-            corpus = data.prepare(options.data, config.data, options.cache, show.reading, show.say)
+            corpus = _corpus(config, options, show)
         folder.check(options.out, config, corpus.digest)
         with machine.main_process_first():
             if main:
@@ -98,6 +103,13 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
             return session.run(stop, trackers)
         finally:
             session.journal.close()
+
+
+def _corpus(config: Config, options: Options, show: Show) -> data.Corpus:
+    hear, verify = (show.reading, show.say), options.verify
+    if options.tokens is not None:
+        return elsewhere.prepare(options.tokens, config.data, options.cache, *hear, verify=verify)
+    return data.prepare(options.data, config.data, options.cache, *hear, verify=verify)
 
 
 class Session:
