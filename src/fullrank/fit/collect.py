@@ -112,7 +112,7 @@ def tokenise(
     wanted, each = max(LEAST_WINDOWS, tokens // own), CHARACTERS_PER_TOKEN
     while True:
         if not files:
-            documents = standard_library(limit=wanted * own * each)
+            documents = [document.text for document in standard_library(limit=wanted * own * each)]
             found = sample.Sample(
                 stretches=(sample.BETWEEN.join(documents),),
                 whole=sum(map(len, documents)) < wanted * own * each,
@@ -188,22 +188,28 @@ def _encode(tokenizer: Any, stretch: str) -> _Encoded:
 
 
 def _cut(encoded: Sequence[_Encoded], own: int, count: int, *, mixed: bool) -> list[_Cut]:
-    """`count` runs of `own` tokens; mixed they are from all over the text, the first of each stretch before
-    any second one."""
-    found, turns = [], []
+    """`count` runs of `own` tokens; mixed they are from all over the text, and so is every part of them."""
+    rounds: dict[int, list[tuple[int, _Cut]]] = {}
+    place = 0
     for ids, starts, text in encoded:
         for first in range(0, len(ids) - own + 1, own):
             bounds = starts[first : first + own + 1]
             part = text[bounds[0] : bounds[-1]]
-            found.append(_Cut(torch.tensor(ids[first : first + own]), torch.diff(torch.tensor(bounds)), part))
-            turns.append(first if len(encoded) > 1 else 0)
+            made = _Cut(torch.tensor(ids[first : first + own]), torch.diff(torch.tensor(bounds)), part)
+            # Of several stretches the first window each, before any gives a second.
+            rounds.setdefault(first if len(encoded) > 1 else 0, []).append((place, made))
+            place += 1
     if not mixed:
-        return found[:count]
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(found), generator=generator).tolist()
-    chosen = sorted(order, key=lambda place: turns[place])[:count]
-    mix = torch.randperm(len(chosen), generator=generator).tolist()
-    return [found[chosen[place]] for place in mix]
+        return [made for _, made in rounds[0][:count]]
+    chosen: list[tuple[int, _Cut]] = []
+    for group in rounds.values():
+        room = min(count - len(chosen), len(group))
+        chosen += [group[place * len(group) // room] for place in range(room)]
+    chosen.sort(key=lambda one: one[0])
+    # Multiples of the golden ratio: those of any part lie evenly between 0 and 1.
+    steps = [place * (5**0.5 - 1) / 2 % 1 for place in range(len(chosen))]
+    rank = {step: number for number, step in enumerate(sorted(steps))}
+    return [chosen[rank[step]][1] for step in steps]
 
 
 def _byte_offsets(joined: str) -> Sequence[int]:

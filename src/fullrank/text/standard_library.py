@@ -16,6 +16,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from fullrank.errors import FullrankError
 
@@ -45,17 +46,24 @@ SKIPPED_FOLDERS = {
 """Tests, generated data, and what a distribution adds to the standard library."""
 
 
-def standard_library(limit: int | None = None) -> list[str]:
+class Document(NamedTuple):
+    """A piece of the reference, or the docstrings of a module."""
+
+    name: str
+    text: str
+
+
+def standard_library(limit: int | None = None) -> list[Document]:
     """English prose about Python from the Python that runs this, cut after `limit` characters in all."""
-    documents: list[str] = []
+    documents: list[Document] = []
     left = limit
-    for _, text in _mixed():
+    for name, text in _mixed():
         if left is not None:
             if left <= 0:
                 break
             text = text[:left]
             left -= len(text)
-        documents.append(text)
+        documents.append(Document(name, text))
     if not documents:
         raise FullrankError(
             "this Python carries neither pydoc_data nor the sources of its standard library, which are the "
@@ -64,8 +72,8 @@ def standard_library(limit: int | None = None) -> list[str]:
     return documents
 
 
-def _mixed() -> Iterator[tuple[str, str]]:
-    """Names and pieces of the reference and of modules' docstrings, in the same order every time."""
+def _mixed() -> Iterator[Document]:
+    """Pieces of the reference and docstrings of modules, in an order that is the same every time."""
     seen: set[str] = set()
     topics = _topics()
     root, sources = _sources()
@@ -82,7 +90,7 @@ def _mixed() -> Iterator[tuple[str, str]]:
         for text in texts:
             fresh = _fresh(text, seen)
             if len(fresh) >= SHORTEST_DOCSTRING:
-                yield name, fresh + "\n"
+                yield Document(name, fresh + "\n")
 
 
 def _topics() -> list[tuple[str, str]]:
