@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from fullrank.errors import FullrankError
+from fullrank.results.files import sha256
 from fullrank.text import build, documents, formats, shards, stages
+from fullrank.text import sources as reading
 from fullrank.text import store as data
 from fullrank.text.splits import SPLITS
 from fullrank.text.store import Corpus, load, prepare
@@ -321,6 +323,141 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.Monkey
                 prepare([three(tmp_path / "text")], WORDS, tmp_path / "cache")
         assert [one for one in folders(tmp_path / "cache") if not one.startswith(".")] == []
     prepare([three(tmp_path / "text")], WORDS, tmp_path / "cache")
+
+
+def rows(path: Path, texts: list[Any], field: str = "text") -> Path:
+    return write(path, "".join(json.dumps({field: text}) + "\n" for text in texts))
+
+
+def test_every_document_ends_with_its_token(tmp_path: Path) -> None:
+    """Rows are documents of their own, with the tokens of files of their own."""
+    documents = ["the cat\n", "sat", "the dog\nsat"]
+    source = three(tmp_path / "text")
+    (source / "train.txt").unlink()
+    rows(source / "train.jsonl", [*documents, None, "  "])
+    for level, end in (("bytes", 256), ("bpe", 0)):
+        corpus = prepare([source], DataConfig(level=level, bpe_size=260), tmp_path / "cache")
+        expected = [
+            token for text in documents for token in [*corpus.vocabulary.encode(text, end=False), end]
+        ]
+        assert corpus.splits["train"].tokens.tolist() == expected
+        assert (corpus.splits["train"].documents, corpus.splits["train"].lines) == (3, 4)
+        assert corpus.splits["train"].bytes == sum(map(len, documents))
+    # Of words every line ends, and a document with its last line.
+    words = prepare([source], DataConfig(vocabulary_from="all"), tmp_path / "cache")
+    assert texts(words)["train"] == "the cat\nsat\nthe dog\nsat\n"
+
+
+def test_processes_build_what_one_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = three(tmp_path / "text", train="".join(f"the cat {n % 7}\n" for n in range(3000)))
+    rows(source / "train-2.jsonl", [f"the dog {n}" for n in range(200)])
+    config = DataConfig(level="bpe", bpe_size=300)
+    alone = prepare([source], config, tmp_path / "one")
+    monkeypatch.setattr(build, "LARGE", 0)
+    monkeypatch.setattr(build, "BATCH", (2000, 2000))
+    monkeypatch.setattr(documents, "FRAGMENT", 999)
+    monkeypatch.setattr(build.pool, "cores", lambda: 2)
+    assert prepare([source], config, tmp_path / "two").digest == alone.digest
+
+
+@pytest.mark.parametrize("level", ["bytes", "words"])
+def test_shards_are_one_array(level: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 64 KiB of either width: the largest page there is.
+    monkeypatch.setattr(shards, "SHARD", 1 << 15)
+    train = "".join(f"w{n} {'x' * (n % 5)}\n" for n in range(70_000))
+    source = three(tmp_path / "text", train=train)
+    corpus = prepare([source], DataConfig(level=level, vocabulary_from="all"), tmp_path / "cache")
+    tokens = corpus.splits["train"].tokens
+    assert tokens.dtype == (np.uint16 if level == "bytes" else np.uint32)
+    names = sorted(path.name for path in corpus.folder.glob("train*.tokens"))
+    assert len(names) == -(-len(tokens) // (1 << 15)) > 3
+    expected = np.array(corpus.vocabulary.encode(train))
+    assert np.array_equal(tokens, expected)
+    # As one array is used: across a border, in rows, by numbers.
+    border = 1 << 15
+    assert np.array_equal(tokens[border - 5 : border + 5], expected[border - 5 : border + 5])
+    assert np.array_equal(
+        tokens[: 4 * (len(tokens) // 4)].reshape(4, -1)[3],
+        expected.reshape(-1)[: 4 * (len(tokens) // 4)].reshape(4, -1)[3],
+    )
+    picked = np.array([0, border, 2 * border - 1, len(tokens) - 1])
+    assert np.array_equal(tokens[picked], expected[picked])
+    with pytest.raises(ValueError, match="read-only"):
+        tokens[0] = 1
+    # A model sees no shards: the digest is that of one file.
+    monkeypatch.setattr(shards, "SHARD", 1 << 27)
+    whole = prepare([source], DataConfig(level=level, vocabulary_from="all"), tmp_path / "other")
+    assert whole.digest == corpus.digest
+    (corpus.folder / names[-1]).write_bytes(b"")
+    with pytest.raises(FullrankError, match="another size"):
+        load(corpus.folder)
+
+
+def test_a_second_start_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, cache = three(tmp_path / "text"), tmp_path / "cache"
+    for path in source.iterdir():
+        os.utime(path, (10**9, 10**9))
+    first = prepare([source], WORDS, cache)
+    monkeypatch.setattr(
+        stages,
+        "sha256",
+        lambda path: pytest.fail(f"{path} hashed") if path.suffix == ".tokens" else sha256(path),
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(reading, "_hash", lambda path: pytest.fail(f"{path} hashed"))
+        patched.setattr(formats, "look", lambda path: pytest.fail(f"{path} looked at"))
+        assert prepare([source], WORDS, cache).folder == first.folder
+    # A file of another time is hashed, and found to be the same; one of other content is not.
+    os.utime(source / "test.txt", (10**9, 10**9 + 1))
+    assert prepare([source], WORDS, cache).folder == first.folder
+    write(source / "test.txt", "the dog\n")
+    os.utime(source / "test.txt", (10**9, 10**9 + 2))
+    assert prepare([source], WORDS, cache).folder != first.folder
+    # What was changed just now may change again within the same tick: it is not believed by its time.
+    write(source / "test.txt", "the cat\n")
+    assert prepare([source], WORDS, cache).folder == first.folder
+    write(source / "test.txt", "the dog\n")
+    assert prepare([source], WORDS, cache).folder != first.folder
+
+
+def test_a_models_own_tokenizer_and_its_chat_template(tmp_path: Path) -> None:
+    """From a transformers directory: its end token, its template, more ids than it has entries."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Bpe.train([TRAIN * 20], 270).tokenizer
+    tokenizer.add_special_tokens(["<|user|>", "<|stop|>"])
+    own = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|stop|>")
+    own.chat_template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}"
+    own.save_pretrained(tmp_path / "model")
+    chats = [[{"role": "user", "content": f"the cat {n}"}] for n in range(40)]
+    path = rows(tmp_path / "chats.jsonl", chats, "messages")
+    config = DataConfig(level="bpe", tokenizer=str(tmp_path / "model"), vocabulary_size=300)
+    corpus = prepare([f"{path}#messages"], config, tmp_path / "cache")
+    user, stop = own.convert_tokens_to_ids(["<|user|>", "<|stop|>"])
+    assert (corpus.vocabulary.size, corpus.vocabulary.eos) == (300, stop)
+    expected = [user, *own("the cat 39", add_special_tokens=False)["input_ids"], stop]
+    assert corpus.splits["test"].tokens.tolist()[-len(expected) :] == expected
+    assert load(corpus.folder).vocabulary.digest() == corpus.vocabulary.digest()
+    # In plain text a special token is text, and nobody asked for a template.
+    plain = write(tmp_path / "plain.txt", "<|user|> the cat\n" * 40)
+    assert user not in prepare([plain], config, tmp_path / "cache").splits["train"].tokens
+    bare = DataConfig(level="bpe", tokenizer=str(tmp_path / "model" / "tokenizer.json"))
+    with pytest.raises(FullrankError, match=r"'messages' of chats.jsonl holds list.*chat template"):
+        prepare([f"{path}#messages"], bare, tmp_path / "cache")
+    rows(path, [[{"nobody": 1}]] * 40, "messages")
+    own.chat_template = "{{ messages[0].nothing.at_all }}"
+    own.save_pretrained(tmp_path / "model")
+    with pytest.raises(FullrankError, match="the chat template fails"):
+        prepare([f"{path}#messages"], config, tmp_path / "cache")
+
+
+def test_rare_bytes_that_are_not_utf8_are_said(tmp_path: Path) -> None:
+    source = three(tmp_path / "text")
+    write(source / "train.txt", b"plain words \xff\n" + b"plain words\n" * 100)
+    messages: list[str] = []
+    corpus = prepare([source], DataConfig(level="bytes"), tmp_path / "cache", warn=messages.append)
+    assert messages == ["1 places of the text were not UTF-8 and became U+FFFD"]
+    assert texts(corpus)["train"].startswith("plain words \ufffd\n")
 
 
 BAD: dict[str, tuple[dict[str, bytes], str]] = {

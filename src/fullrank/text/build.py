@@ -32,6 +32,9 @@ Warn = Callable[[str], None]
 BATCH = (1 << 19, 4 << 20)
 """Characters that are handed to a process at once, at least and at most."""
 
+LARGE = 64 << 20
+"""Bytes from which on other processes tokenise; up to here the tokenizers library's threads do as well."""
+
 
 class Built(NamedTuple):
     """Token files without their description."""
@@ -129,7 +132,8 @@ def build(folder: Path, text: Material, progress: Progress, warn: Warn) -> Built
     vocabulary.save(folder)
     read, total, done = Read(), max(text.texts.bytes, 1), 0
     known = all(source.kind != "dataset" for source in text.texts.sources)
-    count = pool.cores() if total > pool.SMALL or not known else 1
+    large = (total > LARGE or not known) and vocabulary.level != "bytes"
+    count = pool.cores() if large else 1
     size = min(max(total // (16 * count), BATCH[0]), BATCH[1])
     begun = time.monotonic()
     with (

@@ -295,7 +295,8 @@ def _require(field: str, there: Any, name: str) -> None:
 def _parquet(raw: BinaryIO, name: str) -> Any:
     parquet = needed("pyarrow.parquet", f"{name} is a parquet file")
     try:
-        plain = Path(name).suffix.lower() in TABLES and raw.seekable()
+        # Its end is read first, and only a file on disk can be read from its end.
+        plain = Path(name).suffix.lower() in TABLES and isinstance(getattr(raw, "raw", None), io.FileIO)
         return parquet.ParquetFile(raw if plain else io.BytesIO(decompressed(raw, name).read()))
     except Exception as error:
         raise FullrankError(

@@ -2,7 +2,7 @@
 
 Processes and not the tokenizers library's own threads, because these leave the making of arrays from their
 results, and all of a word vocabulary, to one core. A short text is done by the process itself: starting
-others would take longer.
+others takes a second or two.
 """
 
 from __future__ import annotations
