@@ -154,6 +154,18 @@ def test_a_text_used_to_its_end_counts_all_its_bytes(with_bos: Any, tmp_path: Pa
     assert int(found.sizes.sum()) == path.stat().st_size
 
 
+def test_a_tokenizer_that_only_says_that_texts_begin_with_a_token(tiny_tokenizer: Any, text: Path) -> None:
+    class Converted:
+        is_fast, bos_token_id, add_bos_token = True, 7, True
+
+        def __call__(self, words: str, **options: Any) -> Any:
+            return tiny_tokenizer(words, **options)
+
+    found = tokenise(Converted(), [text], tokens=640, window=64, longest=None)
+    assert found.starts_with_bos
+    assert (found.ids[:, 0] == 7).all()
+
+
 def test_sizes_without_offsets_sum_to_the_bytes(tiny_tokenizer: Any, text: Path) -> None:
     class Slow:
         is_fast, bos_token_id = False, None

@@ -75,14 +75,15 @@ def test_all_three_missing_and_many_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_tokenizer_beside_the_tokens(tmp_path: Path) -> None:
-    bpe = Bpe.train(["the cat sat on the mat"] * 20, 270)
-    ids = np.array(bpe.encode("the cat sat on the mat" * 20))
+    bpe, text = Bpe.train(["the cat sat on the mat"] * 20, 270), "the cat sat on the mät, 日本\n" * 20
+    ids = np.array(bpe.encode(text))
     source = flat(tmp_path / "tokens", train=ids, valid=ids, test=ids)
     bpe.save(source)
     said(source, tokenizer="tokenizer.json", vocabulary_size=300)
     corpus = prepare(source, CONFIG, tmp_path / "cache")
     assert corpus.vocabulary.size == 300
     assert corpus.vocabulary.decode(corpus.splits["test"].tokens.tolist()).startswith("the cat sat on")
+    assert corpus.splits["test"].bytes == len(text.encode())
     by_flag = DataConfig(tokenizer=str(source / "tokenizer.json"), vocabulary_size=300)
     (source / elsewhere.DESCRIPTION).unlink()
     assert prepare(source, by_flag, tmp_path / "cache").digest == corpus.digest

@@ -223,7 +223,10 @@ def _byte_offsets(joined: str) -> Sequence[int]:
 
 
 def _bos(tokenizer: Any) -> int | None:
-    """The token that the tokenizer itself puts before every text, if it does."""
+    """The token that the tokenizer puts before every text, or says that it should."""
+    if getattr(tokenizer, "add_bos_token", None) is True and tokenizer.bos_token_id is not None:
+        # One that was converted from another format may have lost the rule and kept the word.
+        return tokenizer.bos_token_id
     begun = tokenizer("a", verbose=False)["input_ids"]
     plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     added = len(begun) > len(plain) and begun[0] not in plain[:1]

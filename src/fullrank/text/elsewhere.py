@@ -8,7 +8,8 @@
 A word of a file's name says its split (`splits.py`). Where validation or test are missing, the ends of the
 training tokens are taken. The size of the vocabulary comes from tokens.json, data.vocabulary_size or the
 tokenizer; every id is checked against it. A store of our own is taken as it is. Without a tokenizer a
-model can be trained and evaluated, and neither read nor write text; bits per byte are then unknown.
+model can be trained and evaluated, and neither read nor write text; bits per byte are then unknown. With one
+the bytes of the text are those of its tokens.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ def _copy(
     ends, place = {}, counts["train"] - sum(missing.values())
     for split, count in {"train": 0, **missing}.items():
         ends[split] = place = place + count
+    sizes = vocabulary.byte_lengths() if isinstance(vocabulary, Bpe) else np.zeros(vocabulary.size, np.int64)
     done = 0
     with shards.writers(folder, vocabulary.size) as writers:
         for split, group in arrays.items():
@@ -174,6 +176,7 @@ def _copy(
                 for own, end in ends.items() if split == "train" else {split: counts[split]}.items():
                     taken = part[: max(0, end - before)]
                     writers[own].add(taken)
+                    writers[own].bytes += int(sizes[taken].sum())
                     before, part = before + len(taken), part[len(taken) :]
         for split, writer in writers.items():
             if not writer.tokens:

@@ -312,6 +312,17 @@ class Bpe(Vocabulary):
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(self._checked(ids), skip_special_tokens=True)
 
+    def byte_lengths(self) -> np.ndarray:
+        """Bytes of text that each id stands for: exact in a byte-level tokenizer, else by its text alone."""
+        exact = type(self.tokenizer.decoder).__name__ == "ByteLevel"
+        lengths = np.zeros(self.size, dtype=np.int64)
+        for token, index in self.tokenizer.get_vocab(with_added_tokens=False).items():
+            # A letter of a byte-level token is a byte.
+            lengths[index] = len(token) if exact else len(self.tokenizer.decode([index]).encode())
+        for index, added in self.tokenizer.get_added_tokens_decoder().items():
+            lengths[index] = 0 if added.special else len(added.content.encode())
+        return lengths
+
     def token(self, index: int) -> str:
         text = self.tokenizer.decode(self._checked([index]), skip_special_tokens=False)
         # Half a character has no text; its name in the vocabulary stands for it.
