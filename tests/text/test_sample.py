@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullrank.errors import FullrankError
-from fullrank.text import sample
+from fullrank.text import formats, sample
 from fullrank.text.sample import beginning, draw
 
 
@@ -51,6 +54,9 @@ def test_every_source_counts_by_its_size(
     for label, count in (("a", 6000), ("b", 2000)):
         quarters = {4 * int(word[1:]) // count for word in taken if word[0] == label}
         assert quarters == {0, 1, 2, 3}
+    for count in range(1, 24):
+        fewer = words(draw(files, count=count, characters=400, seed=count))
+        assert len(set(fewer)) == len(fewer) > 20 * count
     assert draw(files, count=24, characters=400) == found
     assert draw(files, count=24, characters=400, seed=1) != found
 
@@ -82,6 +88,27 @@ def test_a_short_text_comes_whole(tmp_path: Path) -> None:
     assert beginning(files, 10**6).stretches == found.stretches
     first = beginning(files, 12)
     assert (first.stretches, first.whole) == ((content[:12],), False)
+
+
+def test_a_dataset_without_end_is_read_in_random_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows:
+        def __init__(self, seed: int | None = None) -> None:
+            self.seed = seed
+
+        def shuffle(self, *, seed: int, buffer_size: int) -> Rows:
+            return Rows(seed)
+
+        def __iter__(self) -> Any:
+            return ({"text": f"{self.seed} {number} of a row"} for number in itertools.count())
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = lambda *_, **__: Rows()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: object())
+    found = draw(["some/text"], count=4, characters=100, seed=3)
+    assert len(found.stretches) == 4
+    assert all("3 " in stretch for stretch in found.stretches)
+    assert beginning(["some/text"], 20).stretches == ("None 0 of a row\n\nNon",)
 
 
 def test_a_huge_file_is_read_only_where_a_stretch_lies(tmp_path: Path) -> None:

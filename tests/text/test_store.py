@@ -444,6 +444,10 @@ def test_a_models_own_tokenizer_and_its_chat_template(tmp_path: Path) -> None:
     bare = DataConfig(level="bpe", tokenizer=str(tmp_path / "model" / "tokenizer.json"))
     with pytest.raises(FullrankError, match=r"'messages' of chats.jsonl holds list.*chat template"):
         prepare([f"{path}#messages"], bare, tmp_path / "cache")
+    own.chat_template = "{% for m in messages %}{{ m.content }}<|user|>{% endfor %}"
+    own.save_pretrained(tmp_path / "model")
+    turned = prepare([f"{path}#messages"], config, tmp_path / "cache")
+    assert turned.splits["test"].tokens.tolist()[-2:] == [user, stop]
     rows(path, [[{"nobody": 1}]] * 40, "messages")
     own.chat_template = "{{ messages[0].nothing.at_all }}"
     own.save_pretrained(tmp_path / "model")

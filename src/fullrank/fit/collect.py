@@ -41,6 +41,7 @@ LEAST_WINDOWS = 3
 SHORT_TEXT_WINDOWS = 8
 CHARACTERS_PER_TOKEN = 8
 """That are read for a window at first; more where they do not fill it."""
+MOST_PER_TOKEN = 64
 LAYER_STATES = 2048
 """States a layer that are kept for the geometry, at most."""
 FORMAT = 1
@@ -123,7 +124,9 @@ def tokenise(
         else:
             found = sample.draw(files, count=wanted, characters=own * each, chat=chat)
         encoded = [_encode(tokenizer, stretch) for stretch in found.stretches]
-        if found.whole or sum(len(one.ids) // own for one in encoded) >= wanted:
+        ready = sum(len(one.ids) // own for one in encoded)
+        # A stretch at the end of a long row may stay empty: no reason to read a whole disk.
+        if found.whole or ready >= wanted or (files and each > MOST_PER_TOKEN and ready >= LEAST_WINDOWS):
             break
         each *= 2
     total = sum(len(one.ids) for one in encoded)

@@ -18,11 +18,12 @@ from fullrank.text import splits as splitting
 from fullrank.text import vocabulary as vocabularies
 from fullrank.text import workers as pool
 from fullrank.text.documents import Fragment, Read
-from fullrank.text.formats import BINARY, Chat
+from fullrank.text.formats import BINARY
 from fullrank.text.settings import DataConfig
 from fullrank.text.shards import Writer
 from fullrank.text.sources import Source, Texts
 from fullrank.text.splits import SPLITS, Plan
+from fullrank.text.tokenisers import Template
 from fullrank.text.vocabulary import Bpe, Bytes, Passage, Vocabulary, Words
 
 Progress = Callable[[str, float], None]
@@ -51,7 +52,7 @@ class Material(NamedTuple):
     texts: Texts
     plan: Plan
     config: DataConfig
-    chat: Chat | None
+    chat: Template | None
 
     def fragments(self, read: Read | None = None) -> Iterator[tuple[str, Source, int, Fragment]]:
         read = Read() if read is None else read
@@ -87,8 +88,9 @@ def conversations(texts: Texts) -> bool:
     return any(one.kind != "text" and one.field != reading.FIELD for one in texts.sources)
 
 
-def key_of(texts: Texts, plan: Plan, config: DataConfig, version: int) -> str:
+def key_of(text: Material, version: int) -> str:
     """Of everything that the token files depend on."""
+    texts, plan, config, chat = text
     settings: dict[str, Any] = {"level": config.level, "documents": config.documents}
     if config.level == "words":
         settings["vocabulary_from"] = config.vocabulary_from
@@ -99,6 +101,8 @@ def key_of(texts: Texts, plan: Plan, config: DataConfig, version: int) -> str:
             settings["tokenizer"] = [hashlib.sha256(tokenizer.to_str().encode()).hexdigest(), end]
         else:
             settings["bpe_size"] = config.bpe_size
+    if chat is not None:
+        settings["chat"] = chat.text
     if None in plan.bounds:
         settings["shares"] = [config.valid_share, config.test_share]
     sources = [(one.name, one.kind, one.member, one.field, one.sha256) for one in texts.sources]

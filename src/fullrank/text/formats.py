@@ -43,6 +43,8 @@ COMPRESSED = {".gz": 4, ".tgz": 4, ".bz2": 4, ".tbz2": 4, ".xz": 5, ".txz": 5, "
 TARS = (".tar", ".tgz", ".tbz2", ".txz")
 ROWS = (".jsonl", ".ndjson")
 TABLES = (".parquet", ".pq")
+SHUFFLED = 10_000
+"""Rows of a dataset that are mixed with each other, beside its files."""
 BINARY = "is binary, it has NUL bytes: give a file of UTF-8 text"
 
 
@@ -251,13 +253,14 @@ def table(raw: BinaryIO, name: str, field: str, chat: Chat | None) -> Iterator[s
             yield from _field({field: value}, name, field, chat)
 
 
-def dataset(given: str, field: str, chat: Chat | None) -> Iterator[str]:
-    """The documents of NAME, NAME:CONFIG or NAME:CONFIG:SPLIT of the datasets library, streamed."""
+def dataset(given: str, field: str, chat: Chat | None, seed: int | None = None) -> Iterator[str]:
+    """The documents of NAME:CONFIG:SPLIT of the datasets library, streamed; with a seed in random order."""
     datasets = needed("datasets", f"{given} is no file here, so it is taken for a dataset", "datasets")
     name, _, rest = given.partition(":")
     config, _, split = rest.partition(":")
     try:
-        for row in datasets.load_dataset(name, config or None, split=split or "train", streaming=True):
+        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+        for row in rows if seed is None else rows.shuffle(seed=seed, buffer_size=SHUFFLED):
             yield from _field(row, f"dataset {given}", field, chat)
     except FullrankError:
         raise

@@ -1,21 +1,23 @@
 """Text to run a model on: drawn from everywhere in what a user named, the same every time.
 
-The sources (`sources.py`) in a row are one text of S characters, documents parted by a blank line. `draw`
-takes n stretches of it, one from a random place in each of n equal parts of S. So every source counts by its
-size, no two stretches overlap, and the draw depends on nothing but the text, n, their length and the seed. A
-text that is hardly longer than what is wanted comes whole.
+The sources (`sources.py`) in a row are one text, documents parted by a blank line. `draw` takes n stretches
+of it, one from a random place in each of n parts of about one length. So every source counts by its size, no
+two stretches overlap, and the draw depends on nothing but the text, n, their length and the seed. A text that
+is hardly longer than what is wanted comes whole.
 
 Sources are read through once, but for large files of plain text or JSON lines, which are read only where a
-stretch lies. Texts that cannot be read from the middle and are of unknown length are handled as they stream
-by: of the stretches seen so far every s-th is kept, and s doubles whenever too many are.
+stretch lies. How long a text is that streams by is not known before: of the stretches seen so far every s-th
+is kept, and s doubles whenever there are too many. Of a dataset of the hub, which may have no end, enough is
+taken in the random order that its library gives.
 """
 
 from __future__ import annotations
 
 import codecs
+import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,37 +53,37 @@ def draw(
     texts = reading.find(names)
     large = [source for source in texts.sources if source.seekable and source.bytes > LARGE]
     rest = [source for source in texts.sources if source not in large]
-    streamed, stride, length = _streamed(_characters(texts, rest, chat), 2 * count, characters)
-    total = length + sum(source.bytes for source in large)
-    sources = _named(texts)
+    stream = _characters(texts, rest, chat, 4 * count * characters, seed)
+    streamed, stride, length = _streamed(stream, 2 * count, characters)
     if stride == 1 and not large:
         text = "".join(streamed)
         if not text.strip():
             raise FullrankError(f"{texts.name} holds no text, only blank lines: give text with words in it")
-        return Sample(stretches=(text,), whole=True, sources=sources)
+        return Sample(stretches=(text,), whole=True, sources=_named(texts))
+    more = sum(source.bytes for source in large)
     jitter = random.Random(seed)
-    count = min(count, max(1, total // characters))
-    stretches, part = [], total / count
-    for number in range(count):
-        # Inside of its part with all its length, where that is long enough, so that no two overlap.
-        place = part * number + jitter.random() * max(0.0, part - characters)
-        if place < length:
-            stretches.append(streamed[min(int(place / characters / stride), len(streamed) - 1)])
-            continue
-        place -= length
+    # Every source by its size; of equal parts of what was kept one stretch each, so that none comes twice.
+    few = min(len(streamed), round(count * length / (length + more)))
+    bounds = [len(streamed) * number // max(few, 1) for number in range(few + 1)]
+    stretches = [streamed[jitter.randrange(low, high)] for low, high in itertools.pairwise(bounds)]
+    many = min(count - few, more // characters)
+    for number in range(many):
+        # Inside of its part with all its length.
+        place = int(more / many * number + jitter.random() * (more / many - characters))
         for source in large:
             if place < source.bytes:
-                stretches.append(_within(source, int(place), characters, chat))
+                stretches.append(_within(source, place, characters, chat))
                 break
             place -= source.bytes
-    return Sample(stretches=tuple(stretches), whole=2 * count * characters > total, sources=sources)
+    whole = 2 * count * characters > length + more
+    return Sample(stretches=tuple(stretches), whole=whole, sources=_named(texts))
 
 
 def beginning(names: Sequence[str | Path], characters: int, chat: Chat | None = None) -> Sample:
     """The first characters in order, for what must be read in order."""
     texts = reading.find(names)
     taken, left = [], characters
-    for text in _characters(texts, list(texts.sources), chat):
+    for text in _characters(texts, list(texts.sources), chat, characters):
         taken.append(text[:left])
         left -= len(text)
         if left <= 0:
@@ -97,14 +99,24 @@ def _named(texts: Texts) -> tuple[str, ...]:
     return (*names[:MOST_NAMES], *([f"and {more} more"] if more > 0 else []))
 
 
-def _characters(texts: Texts, sources: list[Source], chat: Chat | None) -> Iterator[str]:
-    """The text of sources in a row."""
+def _characters(
+    texts: Texts, sources: list[Source], chat: Chat | None, limit: int, seed: int | None = None
+) -> Iterator[str]:
+    """The text of sources in a row; of a dataset, which may have no end, about so many characters."""
     between = ""
-    for fragment in reading.fragments(Texts(**{**texts.__dict__, "sources": tuple(sources)}), chat=chat):
-        if fragment.begins:
-            yield between
-        yield fragment.text
-        between = BETWEEN
+    for dataset, group in itertools.groupby(sources, lambda source: source.kind == "dataset"):
+        for source in group if dataset else ():
+            taken = 0
+            for row in formats.dataset(source.path, source.field, chat, seed):
+                yield between + row
+                between, taken = BETWEEN, taken + len(row)
+                if taken > limit:
+                    break
+        if not dataset:
+            for fragment in reading.fragments(replace(texts, sources=tuple(group)), chat=chat):
+                yield between if fragment.begins else ""
+                yield fragment.text
+                between = BETWEEN
 
 
 def _streamed(texts: Iterator[str], most: int, characters: int) -> tuple[list[str], int, int]:

@@ -46,7 +46,7 @@ FORMAT = 2
 """Of the folder; raised when the meaning of its files changes."""
 STARTS = "starts"
 SETTLED = 2.0
-"""Seconds after which a file is at rest: one that changes twice within a tick keeps its time."""
+"""Seconds after its last change from which on a file goes by its time."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,8 +113,7 @@ def prepare(
         texts = reading.hashed(texts, lambda share: progress("reading", share))
         chat = tokenisers.chat_of(config.tokenizer) if build.conversations(texts) else None
         material = build.Material(texts, splitting.plan(texts, config, chat), config, chat)
-        key = build.key_of(texts, material.plan, config, FORMAT)
-        return key, lambda folder: build.build(folder, material, progress, warn)
+        return build.key_of(material, FORMAT), lambda folder: build.build(folder, material, progress, warn)
 
     return kept(cache, start, make, warn, verify=verify)
 
@@ -202,8 +201,8 @@ class Start(NamedTuple):
     """A list of files as it was, by settings, sizes and times."""
 
     name: str
-    newest: float
-    """When the last of the files was changed."""
+    settled: bool
+    """Whether no file was changed just before: one that is changed again within a tick keeps its time."""
 
     def read(self, cache: Path) -> str | None:
         """The key that these files had."""
@@ -212,13 +211,13 @@ class Start(NamedTuple):
         return None
 
     def write(self, cache: Path, key: str) -> None:
-        if time.time() - self.newest > SETTLED:
+        if self.settled:
             with contextlib.suppress(OSError):
                 write_whole(cache / STARTS / self.name, json.dumps({"key": key}) + "\n")
 
 
 def start_of(settings: Any, files: Iterable[Path]) -> Start:
-    """Whatever changes a file changes its size or time, but for what happens within a tick (`SETTLED`)."""
+    """Files by all that changes when their content does."""
     content, newest = [], 0.0
     for path in files:
         with contextlib.suppress(OSError):
@@ -226,12 +225,12 @@ def start_of(settings: Any, files: Iterable[Path]) -> Start:
             content.append([str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ino])
             newest = max(newest, found.st_mtime)
     whole = json.dumps([FORMAT, settings, content]).encode("utf8", "surrogateescape")
-    return Start(f"{hashlib.sha256(whole).hexdigest()[:24]}.json", newest)
+    return Start(f"{hashlib.sha256(whole).hexdigest()[:24]}.json", time.time() - newest > SETTLED)
 
 
 def _files(listing: list[reading.Named], config: DataConfig) -> list[Path]:
     files = [one.path for one in listing if one.path is not None]
     if config.tokenizer:
         path = Path(os.path.expanduser(config.tokenizer))
-        files += sorted(path.glob("*token*")) if path.is_dir() else [path]
+        files += sorted([*path.glob("*token*"), *path.glob("*template*")]) if path.is_dir() else [path]
     return files

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
 from fullrank.text import vocabulary as vocabularies
-from fullrank.text.formats import Chat
 from fullrank.text.vocabulary import (
     LEAST_BPE,
     TOKENIZER_FILE,
@@ -179,8 +178,8 @@ def loaded(name: str) -> tuple[Tokenizer, str]:
     return backend, found.eos_token or ""
 
 
-def chat_of(name: str) -> Chat | None:
-    """What makes a text of a conversation, if the tokenizer has a chat template."""
+def chat_of(name: str) -> Template | None:
+    """The same by the tokenizer's name."""
     path = Path(os.path.expanduser(name))
     if not name or (path.is_file() and path.suffix == ".json"):
         return None
@@ -192,14 +191,16 @@ def chat_of(name: str) -> Chat | None:
         raise _no_tokenizer(name, error) from error
 
 
-def template_of(tokenizer: Any) -> Chat | None:
-    """The chat template of a tokenizer of transformers, if it has one."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
+class Template:
+    """The chat template of a tokenizer of transformers, as a function."""
 
-    def rendered(messages: list[Any]) -> str:
+    def __init__(self, tokenizer: Any) -> None:
+        self.text = str(tokenizer.chat_template)
+        self._tokenizer = tokenizer
+
+    def __call__(self, messages: list[Any]) -> str:
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False)
         # A template is a program of its own, and raises what it likes.
         except Exception as error:
             raise FullrankError(
@@ -207,7 +208,10 @@ def template_of(tokenizer: Any) -> Chat | None:
                 '{"role": "user", "content": "..."}'
             ) from error
 
-    return rendered
+
+def template_of(tokenizer: Any) -> Template | None:
+    """What makes a text of a conversation, if the tokenizer has a chat template."""
+    return Template(tokenizer) if getattr(tokenizer, "chat_template", None) else None
 
 
 def _end(directory: Path) -> str:
