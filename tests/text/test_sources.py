@@ -117,15 +117,32 @@ def test_rows_and_archives_read_as_the_plain_text(tmp_path: Path) -> None:
         assert len({source.sha256 for source in sources.hashed(found).sources}) == 1
 
 
+def test_a_name_twice_in_an_archive_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for data in (b"first", b"second"):
+            entry = tarfile.TarInfo("a.txt")
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    assert texts_of(path) == ["first"]
+    with tarfile.open(path, "w"):
+        pass
+    with pytest.raises(FullrankError, match="archive without files"):
+        find([path])
+
+
 def test_a_field_is_named_behind_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "one", "n": 1}\n{"body": null, "n": 2}\n{"body": "two", "n": 3}\n')
     assert texts_of(f"{path}#body") == texts_of(path, field="body") == ["one", "two"]
+    path.write_text('{"a": "one", "b": "two"}\n')
+    assert texts_of(f"{path}#a", f"{path}#b", f"{path}#a") == ["one", "two"]
     # A file of that very name is meant first.
     odd = tmp_path / "a.jsonl#body"
     odd.write_text("plain")
     assert texts_of(odd) == ["plain"]
     odd.unlink()
+    path.write_text('{"body": "one", "n": 1}\n')
     for name, message in (
         (path, r"no field 'text', it has body, n: .*FILE#FIELD"),
         (f"{path}#n", "holds int"),

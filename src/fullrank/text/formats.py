@@ -74,10 +74,14 @@ def look(path: Path) -> list[Found]:
     if not is_archive(path):
         with opened(path) as raw:
             return [_look("", path.name, path.stat().st_size, raw)]
-    found = [_look(name, name, size, raw) for name, size, raw in members(path)]
+    found: dict[str, Found] = {}
+    for name, size, raw in members(path):
+        # An archive may hold a name twice; the first is read.
+        if name not in found:
+            found[name] = _look(name, name, size, raw)
     if not found:
         raise FullrankError(f"{path} is an archive without files: give one with text in it")
-    return found
+    return list(found.values())
 
 
 def _look(member: str, name: str, size: int, raw: BinaryIO) -> Found:

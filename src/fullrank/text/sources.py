@@ -211,7 +211,7 @@ def rows(source: Source, raw: BinaryIO, chat: Chat | None = None) -> Iterator[st
 
 def opened(sources: Iterable[Source]) -> Iterator[tuple[Source, BinaryIO]]:
     """Every source with its content; those of one archive that follow each other are read in one go."""
-    for path, group in itertools.groupby(sources, key=lambda source: source.path):
+    for (path, _), group in itertools.groupby(sources, key=lambda source: (source.path, source.field)):
         together = list(group)
         if together[0].kind == "dataset":
             # Its rows come from the hub, not from bytes.
