@@ -239,12 +239,13 @@ def test_a_text_that_is_not_there_empty_binary_or_short(
     diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    refused(diagnose(text=tmp_path / "none.txt"), capsys, out, "no such text file")
+    refused(diagnose(text=tmp_path / "none.txt"), capsys, out, "no such text")
     given = tmp_path / "given.txt"
     for content, words in (
         (b"", "holds no text"),
         (b" \n\t", "holds no text"),
-        (bytes(range(256)) * 40, "looks binary"),
+        (bytes(range(256)) * 40, "is binary"),
+        (bytes(range(1, 256)) * 40, "looks binary"),
         (b"too short", "expected 256 or more"),
     ):
         given.write_bytes(content)

@@ -66,7 +66,7 @@ def test_plain_and_with_a_cache(
     record = run(*common, "--cache", "--weight", 0.2, "--theta", 0.5, "--window", 90)
     plain, cache = record.scores
     loaded = loading.load(str(model))
-    windows = collect.tokenise(loaded.tokenizer, [text], tokens=1200, window=32, longest=64)
+    windows = collect.tokenise(loaded.tokenizer, [text], tokens=1200, window=32, longest=64, in_order=True)
     way = trace_transformers(loaded, windows.ids)
     assert plain.counted == len(way.losses) == record.tokens
     assert plain.loss == pytest.approx(float(np.mean(way.losses)), abs=1e-5)

@@ -16,6 +16,7 @@ import torch
 
 from fullrank import results
 from fullrank.cli.main import run as command
+from fullrank.text import store
 from fullrank.train import checkpoint
 from fullrank.train.config import override
 from fullrank.train.recipes import RECIPES, recipe
@@ -94,6 +95,26 @@ def test_a_run_from_the_command_line(trained: Path) -> None:
     assert [(one.split, one.step) for one in record.evaluations] == [("valid", 3), ("valid", 6), ("test", 6)]
     assert (trained / "report.html").stat().st_size > 1000
     assert record.evaluations[0].monitors["head_effective_rank"] > 0
+
+
+@pytest.mark.parametrize("kind", ["store", "flat"])
+def test_tokens_made_elsewhere_train_the_same(
+    kind: str, place: Path, trained: Path, arguments: Callable[..., list[str]]
+) -> None:
+    (tokens,) = (trained / "tokens").iterdir()
+    if kind == "flat":
+        corpus = store.load(tokens)
+        tokens = place / "flat"
+        tokens.mkdir()
+        for name, split in corpus.splits.items():
+            np.asarray(split.tokens).tofile(tokens / f"{name}.bin")
+        about = {"vocabulary_size": corpus.vocabulary.size, "end": corpus.vocabulary.eos}
+        (tokens / "tokens.json").write_text(json.dumps(about))
+    words = arguments(f"from-{kind}", "--verify")
+    words[words.index("--data") : words.index("--data") + 2] = ["--tokens", str(tokens)]
+    assert command(words) == 0
+    found, expected = (results.load(path / "results.json")[0] for path in (place / f"from-{kind}", trained))
+    assert [one.loss for one in found.evaluations] == [one.loss for one in expected.evaluations]
 
 
 def test_tensorboard_is_the_default_and_holds_the_log(trained: Path) -> None:
@@ -213,6 +234,7 @@ class TestBadInput:
             (["train", "awd-lstm", "--set", "batch=0"], "at least 1"),
             (["train", "awd-lstm", "--set", "batch=7", "--set", "accumulate=2"], "multiple"),
             (["train", "awd-lstm"], "pass --data"),
+            (["train", "awd-lstm", "--tokens", "a", "--data", "b"], "choose one"),
         ],
     )
     def test_settings(

@@ -264,7 +264,7 @@ def test_an_interrupted_training_leaves_the_states_alone(
         (["--head", "sigsoftmax", "--components", "4"], "no option components"),
         (["--head", "auto"], "give one with --train"),
         (["--head", "auto", "--set", "bad=3", "--train-default"], "no head that --head auto tries"),
-        (["--train", "nowhere.txt"], "no such text file"),
+        (["--train", "nowhere.txt"], "no such text"),
         (["--unfreeze"], "give one with --train"),
         (["--unfreeze", "--keep-tied", "--train-default"], "leave --keep-tied out"),
         (["--set", "private"], "NAME=VALUE"),

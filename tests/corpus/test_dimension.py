@@ -142,12 +142,13 @@ def test_unknown_constructions_are_refused(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from fullrank.corpus import count, documents, plan, tokenise
+from fullrank.corpus import count, plan
 from fullrank.corpus.dimension import Measure, dimension
 from fullrank.corpus.prepare import Settings
+from fullrank.text import documents, workers
 
 documents.FRAGMENT, plan.BATCH, plan.PART = 20_000, (50_000, 50_000), 4000
-tokenise.SMALL, count.SYNC_SECONDS = 0, 0.0
+workers.SMALL, count.SYNC_SECONDS = 0, 0.0
 
 if __name__ == "__main__":
     record = dimension(

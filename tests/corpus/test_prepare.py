@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullrank.corpus import count, engines, plan, prepare, stages, tokenise
+from fullrank.corpus import count, engines, plan, prepare, tokenise
 from fullrank.corpus.counts import BlockCounts, Counts, load_blocks, load_counts
 from fullrank.corpus.engines import Resources
 from fullrank.corpus.prepare import Prepared, Settings
 from fullrank.errors import FullrankError
-from fullrank.text import documents, formats, sources, tokenisers
+from fullrank.text import documents, formats, sources, stages, tokenisers, workers
 
 pytest.importorskip("duckdb")
 pytest.importorskip("ibis")
@@ -173,7 +173,7 @@ def test_a_limit_takes_so_many_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "FRAGMENT", 2000)
     monkeypatch.setattr(plan, "BATCH", (4000, 4000))
-    monkeypatch.setattr(tokenise, "SMALL", 0)
+    monkeypatch.setattr(workers, "SMALL", 0)
     path = tmp_path / "a.txt"
     path.write_text(text_of(3, 6000))
     _, one, _ = made([path], tmp_path / "one", workers=1)
@@ -221,7 +221,7 @@ def test_little_disk_is_said_before_anything_is_written(
         file.write("some words\n")
         # A hole: ten gigabytes that take no room, and that nobody may read through to find out.
         file.truncate(10 << 30)
-    monkeypatch.setattr(formats, "look", lambda path: "")
+    monkeypatch.setattr(formats, "LOOK", 0)
     monkeypatch.setattr(sources, "_hash", lambda path: pytest.fail("read ten gigabytes first"))
     monkeypatch.setattr(stages, "free_bytes", lambda folder: 5 << 30)
     with pytest.raises(FullrankError, match=r"5.4 GB free: .*--cache.*--tokens"):

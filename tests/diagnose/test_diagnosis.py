@@ -104,7 +104,7 @@ def test_all_questions_are_answered(whole: Diagnosis) -> None:
 
 
 def test_the_facts_fit_together(whole: Diagnosis, text: Path) -> None:
-    assert whole.text.sources == (str(text),)
+    assert whole.text.sources == (text.name,)
     assert (whole.text.windows, whole.text.window) == (16, 64)
     assert whole.text.tokens == 16 * 63
     assert not whole.text.starts_with_bos

@@ -1,173 +1,147 @@
-"""Text: files as they are, refusals of what is no text, and the prose that every Python carries."""
+"""A sample is of all that was named, in proportion, without a word twice, and the same every time."""
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
+import gzip
+import itertools
+import json
+import re
 import sys
-import sysconfig
-import time
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fullrank.errors import FullrankError
-from fullrank.text import sample as text
+from fullrank.text import formats, sample
+from fullrank.text.sample import beginning, draw
 
 
-def write(path: Path, content: bytes | str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
+def numbered(path: Path, label: str, count: int) -> Path:
+    """Text in which every word is another, so that its place can be told."""
+    path.write_text(" ".join(f"{label}{number:06d}" for number in range(count)), encoding="utf8")
     return path
 
 
-def test_text_is_kept_as_it_is(tmp_path: Path) -> None:
+def words(found: sample.Sample) -> list[str]:
+    return [word for stretch in found.stretches for word in re.findall(r"\b[a-z]\d{6}\b", stretch)]
+
+
+@pytest.mark.parametrize("large", [1 << 30, 1000], ids=["streamed", "by places"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_every_source_counts_by_its_size(
+    large: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "LARGE", large)
+    files = [numbered(tmp_path / f"{label}.txt", label, count) for label, count in (("a", 6000), ("b", 2000))]
+    if kind == "jsonl":
+        for number, path in enumerate(files):
+            rows = re.findall(r"(?:\S+ ?){1,20}", path.read_text())
+            files[number] = path.with_suffix(".jsonl")
+            files[number].write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    found = draw(files, count=24, characters=400)
+    assert not found.whole
+    assert found.sources == (files[0].name, files[1].name)
+    taken = words(found)
+    # No word twice: no two stretches overlap.
+    assert len(set(taken)) == len(taken)
+    share = sum(word[0] == "b" for word in taken) / len(taken)
+    assert share == pytest.approx(0.25, abs=0.1)
+    # From everywhere in each: a quarter of a file that was left out would show.
+    for label, count in (("a", 6000), ("b", 2000)):
+        quarters = {4 * int(word[1:]) // count for word in taken if word[0] == label}
+        assert quarters == {0, 1, 2, 3}
+    for count in range(1, 24):
+        fewer = words(draw(files, count=count, characters=400, seed=count))
+        assert len(set(fewer)) == len(fewer) > 20 * count
+    assert draw(files, count=24, characters=400) == found
+    assert draw(files, count=24, characters=400, seed=1) != found
+
+
+@given(st.integers(4, 60), st.integers(10, 200), st.integers(0, 800))
+def test_a_stream_keeps_stretches_from_all_over(most: int, characters: int, length: int) -> None:
+    text = " ".join(f"{number:05d}" for number in range(length))
+    kept, stride, total = sample._streamed(iter(re.findall(r".{1,37}", text)), most, characters)
+    assert total == len(text)
+    assert len(kept) <= most
+    if stride == 1:
+        assert "".join(kept) == text
+    else:
+        # Many enough, in order, and none twice.
+        assert len(kept) >= most // 2
+        places = [text.index(one) for one in kept]
+        assert places == sorted(set(places))
+        assert places[-1] > total / 3
+
+
+def test_a_short_text_comes_whole(tmp_path: Path) -> None:
     content = "  one\r\ntwo\n\n\tthree: Ünï, 日本, 🙂\n"
-    files = [write(tmp_path / "a.txt", content), write(tmp_path / "b", b"\xef\xbb\xbf" + content.encode())]
-    first, second = text.read(files)
-    assert first.text == second.text == content
-    assert first.name == str(files[0])
-    assert text.sha256([first]) == hashlib.sha256(content.encode()).hexdigest()
+    files = [tmp_path / "a.txt", tmp_path / "b.txt.gz"]
+    files[0].write_bytes(b"\xef\xbb\xbf" + content.encode())
+    files[1].write_bytes(gzip.compress(content.encode()))
+    found = draw(files, count=3, characters=100)
+    assert found.whole
+    assert found.stretches == (content + sample.BETWEEN + content,)
+    assert beginning(files, 10**6).stretches == found.stretches
+    first = beginning(files, 12)
+    assert (first.stretches, first.whole) == ((content[:12],), False)
 
 
-def test_hash_knows_where_a_document_ends() -> None:
-    pairs = [("ab", "c"), ("a", "bc"), ("c", "ab"), ("abc", "")]
-    hashes = {text.sha256([text.Document(name="", text=part) for part in pair]) for pair in pairs}
-    assert len(hashes) == 4
+def test_a_dataset_without_end_is_read_in_random_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows:
+        def __init__(self, seed: int | None = None) -> None:
+            self.seed = seed
+
+        def shuffle(self, *, seed: int, buffer_size: int) -> Rows:
+            return Rows(seed)
+
+        def __iter__(self) -> Any:
+            return ({"text": f"{self.seed} {number} of a row"} for number in itertools.count())
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = lambda *_, **__: Rows()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: object())
+    found = draw(["some/text"], count=4, characters=100, seed=3)
+    assert len(found.stretches) == 4
+    assert all("3 " in stretch for stretch in found.stretches)
+    assert beginning(["some/text"], 20).stretches == ("None 0 of a row\n\nNon",)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 3, 4, 5, 9])
-def test_limit_counts_characters_and_cuts_none(limit: int, tmp_path: Path) -> None:
-    files = [write(tmp_path / "a", "ä🙂b日"), write(tmp_path / "b", "second")]
-    if limit == 0:
-        with pytest.raises(FullrankError, match="held no text"):
-            text.read(files, limit=limit)
-        return
-    found = text.read(files, limit=limit)
-    assert "".join(document.text for document in found) == "ä🙂b日second"[:limit]
-    assert len(found) == (1 if limit <= 4 else 2)
-
-
-def test_no_more_of_a_huge_file_is_read_than_needed(tmp_path: Path) -> None:
-    path = tmp_path / "huge"
+def test_a_huge_file_is_read_only_where_a_stretch_lies(tmp_path: Path) -> None:
+    path = tmp_path / "huge.txt"
     with path.open("wb") as file:
-        file.write("🙂".encode() * 100)
-        file.truncate(1 << 40)
-    assert text.read([path], limit=100)[0].text == "🙂" * 100
+        file.write(b"plain words " * 30_000)
+        # Words again at the end, and a hole of a terabyte between.
+        file.seek(1 << 40)
+        file.write(b"plain words " * 10_000)
+    with pytest.raises(FullrankError, match=r"huge\.txt has NUL bytes"):
+        draw([path], count=4, characters=100)
+    assert beginning([path], 1000).stretches == ("plain words " * 83 + "plai",)
 
 
-def test_a_directory_means_its_text_files(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.md", "sub/c.RST", "code.py", "sub/d.html"):
-        write(tmp_path / name, name)
-    write(tmp_path / "empty.txt", "")
-    assert [document.text for document in text.read([tmp_path])] == ["a.md", "b.txt", "sub/c.RST"]
+def test_conversations_become_text_by_a_template(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"number {number}"}]} for number in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
+    def chat(messages: list[Any]) -> str:
+        return "".join(f"<{one['role']}>{one['content']}" for one in messages)
 
-def test_rare_bad_bytes_are_replaced(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", b"caf\xe9 " + b"plain text " * 100)
-    assert text.read([path])[0].text.startswith("caf\ufffd plain")
-    refused(write(tmp_path / "b", b"caf\xe9 and cr\xe8me"), "looks binary .2 of 14 characters are not UTF-8")
-
-
-def refused(path: Path, match: str) -> None:
-    with pytest.raises(FullrankError, match=match) as caught:
-        text.read([path])
-    assert "\n" not in str(caught.value)
+    found = draw([f"{path}#messages"], count=1, characters=1000, chat=chat)
+    assert found.stretches == ("<user>number 0\n\n<user>number 1\n\n<user>number 2",)
+    with pytest.raises(FullrankError, match=r"holds list, expected text.*chat template"):
+        draw([f"{path}#messages"], count=1, characters=1000)
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere.txt", "no such text file")
-    refused(write(tmp_path / "empty", ""), "holds no text")
-    refused(write(tmp_path / "blank", " \n\t\n"), "holds no text .4 blank")
-    refused(write(tmp_path / "nul", b"some text\0" * 100), "looks binary .it has NUL bytes")
-    refused(write(tmp_path / "picture.png", bytes(range(1, 256)) * 20), "looks binary")
-    refused(write(tmp_path / "windows.txt", "text".encode("utf-16")), "UTF-16, expected UTF-8")
-    (tmp_path / "folder").mkdir()
-    refused(tmp_path / "folder", "directory without .txt, .md, .rst")
-    write(tmp_path / "folder" / "a.txt", "  ")
-    refused(tmp_path / "folder", "held no text")
+    blank = tmp_path / "blank.txt"
+    blank.write_text(" \n\t\n")
+    for take in (lambda: draw([blank], count=1, characters=9), lambda: beginning([blank], 9)):
+        with pytest.raises(FullrankError, match=r"blank.txt holds no text, only blank"):
+            take()
     with pytest.raises(FullrankError, match="no text was given"):
-        text.read([])
-
-
-def test_unreadable_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "secret.txt", "secret")
-
-    def denied(*arguments: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    # Not by its mode: whoever runs the tests may be root.
-    monkeypatch.setattr(Path, "open", denied)
-    refused(path, "cannot be read .Permission denied")
-
-
-@pytest.mark.slow(reason="reads the whole standard library, seven seconds")
-def test_standard_library_is_prose_of_a_size() -> None:
-    documents = text.standard_library()
-    size = sum(len(document.text) for document in documents)
-    assert size > 800_000
-    assert all(len(document.text) >= text.SHORTEST_DOCSTRING for document in documents)
-    # One paragraph may be longer than a piece.
-    assert sorted(len(document.text) for document in documents)[-20] <= text.PIECE + 200
-    topics = sum(len(document.text) for document in documents if document.name.startswith("pydoc_data"))
-    assert 0.1 < topics / size < 0.6
-    letters = sum(
-        character.isalpha() or character == " " for document in documents for character in document.text
-    )
-    assert letters / size > 0.75
-    paragraphs = [
-        " ".join(paragraph.split()) for document in documents for paragraph in document.text.split("\n\n")
-    ]
-    long = [paragraph for paragraph in paragraphs if len(paragraph) >= text.SHORTEST_REPEAT]
-    assert len(long) == len(set(long))
-    assert not any(paragraph.startswith(">>>") for paragraph in paragraphs)
-
-
-def test_any_beginning_of_the_standard_library_is_a_mix() -> None:
-    start = time.perf_counter()
-    documents = text.standard_library(limit=100_000)
-    # 0.3 s on one core of the machine that this was written on.
-    assert time.perf_counter() - start < 10
-    assert sum(len(document.text) for document in documents) == 100_000
-    topics = sum(len(document.text) for document in documents if document.name.startswith("pydoc_data"))
-    assert 10_000 < topics < 60_000
-    shorter = text.standard_library(limit=30_000)
-    assert shorter[:-1] == documents[: len(shorter) - 1]
-    assert documents[len(shorter) - 1].text.startswith(shorter[-1].text)
-
-
-def test_the_standard_library_is_the_same_in_another_process() -> None:
-    code = (
-        "import sys; from fullrank.text import sample as text\n"
-        "print(text.sha256(text.standard_library(limit=50000)))\n"
-        "assert not {'torch', 'transformers', 'turtle'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == text.sha256(text.standard_library(limit=50_000))
-
-
-def test_a_python_without_topics_or_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    only_sources = text.standard_library(limit=20_000)
-    assert not any(document.name.startswith("pydoc_data") for document in only_sources)
-    paths = {"stdlib": str(tmp_path / "nowhere")}
-    monkeypatch.setattr(sysconfig, "get_path", paths.__getitem__)
-    with pytest.raises(FullrankError, match="--text"):
-        text.standard_library()
-    monkeypatch.delitem(sys.modules, "pydoc_data.topics")
-    only_topics = text.standard_library(limit=20_000)
-    assert all(document.name.startswith("pydoc_data") for document in only_topics)
-
-
-def test_broken_sources_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    paths = {"stdlib": str(tmp_path)}
-    monkeypatch.setattr(sysconfig, "get_path", paths.__getitem__)
-    words = "A docstring that is long enough to be taken, with words. " * 5
-    write(tmp_path / "good.py", f'"""{words}"""\nraise SystemExit("this was run")\n')
-    write(tmp_path / "escape.py", f'"""{words} of another kind \\d"""\n')
-    write(tmp_path / "wrong.py", "def (:\n")
-    write(tmp_path / "nul.py", b"x = 1\0")
-    write(tmp_path / "test" / "test_it.py", f'"""{words} in a test"""\n')
-    write(tmp_path / "site-packages" / "other.py", f'"""{words} of others"""\n')
-    assert sorted(document.name for document in text.standard_library()) == ["escape.py", "good.py"]
+        draw([], count=1, characters=9)

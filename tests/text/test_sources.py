@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
+import json
 import lzma
 import sys
+import tarfile
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,122 @@ def test_compressed_files_and_tables_read_as_the_plain_text(tmp_path: Path) -> N
     parquet.write_table(pyarrow.table({"text": [TEXT], "other": [1]}), tmp_path / "a.parquet")
     for name in ("a.txt", "a.txt.gz", "a.txt.xz", "a.txt.zst", "a.parquet"):
         assert texts_of(tmp_path / name) == [TEXT], name
+
+
+def packed(folder: Path, files: dict[str, bytes]) -> list[Path]:
+    """The same files in every kind of archive."""
+    names = [folder / name for name in ("a.zip", "a.tar", "a.tar.gz", "a.tgz", "a.tar.zst", "a.tar.xz")]
+    with zipfile.ZipFile(names[0], "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    with tarfile.open(names[1], "w") as tar:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    plain = names[1].read_bytes()
+    for path, compress in zip(
+        names[2:],
+        (gzip.compress, gzip.compress, zstandard.ZstdCompressor().compress, lzma.compress),
+        strict=True,
+    ):
+        path.write_bytes(compress(plain))
+    return names
+
+
+def test_rows_and_archives_read_as_the_plain_text(tmp_path: Path) -> None:
+    """Three documents, as files, as rows, and as either in every kind of archive."""
+    from pyarrow import parquet
+
+    texts = [TEXT, "Another\n", 'ä third, "quoted" one']
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for number, text in enumerate(texts):
+        (plain / f"{number}.txt").write_text(text, encoding="utf8")
+    assert whole_documents(find([plain])) == texts
+    lines = "".join(json.dumps({"text": text, "other": 1}) + "\n\n" for text in texts).encode()
+    compress = zstandard.ZstdCompressor().compress
+    for name, data in (
+        ("a.jsonl", b"\xef\xbb\xbf" + lines),
+        ("a.ndjson.gz", gzip.compress(lines)),
+        ("a.jsonl.zst", compress(lines[:30]) + compress(lines[30:])),
+    ):
+        (tmp_path / name).write_bytes(data)
+        assert texts_of(tmp_path / name) == texts, name
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    table = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(table))
+    assert texts_of(tmp_path / "a.parquet") == texts_of(tmp_path / "a.parquet.gz") == texts
+    files = {
+        "in/0.txt": texts[0].encode(),
+        "in/rows.jsonl.gz": gzip.compress(json.dumps({"text": texts[1]}).encode()),
+        "in/picture.png": b"\x89PNG\0",
+        "in/.hidden": b"hidden",
+        "__MACOSX/0.txt": b"no text of ours",
+        "z.parquet": b"",
+    }
+    parquet.write_table(pyarrow.table({"text": texts[2:]}), tmp_path / "z.parquet")
+    files["z.parquet"] = (tmp_path / "z.parquet").read_bytes()
+    for path in packed(tmp_path, files):
+        found = find([path])
+        assert whole_documents(found) == texts, path
+        assert found.skipped == (f"{path.name}/in/picture.png",)
+        assert len({source.sha256 for source in sources.hashed(found).sources}) == 1
+
+
+def test_a_name_twice_in_an_archive_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for data in (b"first", b"second"):
+            entry = tarfile.TarInfo("a.txt")
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    assert texts_of(path) == ["first"]
+    with tarfile.open(path, "w"):
+        pass
+    with pytest.raises(FullrankError, match="archive without files"):
+        find([path])
+
+
+def test_a_field_is_named_behind_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"body": "one", "n": 1}\n{"body": null, "n": 2}\n{"body": "two", "n": 3}\n')
+    assert texts_of(f"{path}#body") == texts_of(path, field="body") == ["one", "two"]
+    path.write_text('{"a": "one", "b": "two"}\n')
+    assert texts_of(f"{path}#a", f"{path}#b", f"{path}#a") == ["one", "two"]
+    # A file of that very name is meant first.
+    odd = tmp_path / "a.jsonl#body"
+    odd.write_text("plain")
+    assert texts_of(odd) == ["plain"]
+    odd.unlink()
+    path.write_text('{"body": "one", "n": 1}\n')
+    for name, message in (
+        (path, r"no field 'text', it has body, n: .*FILE#FIELD"),
+        (f"{path}#n", "holds int"),
+    ):
+        with pytest.raises(FullrankError, match=message):
+            texts_of(name)
+    for line, message in (
+        ("no JSON", "line 2 of a.jsonl is no JSON"),
+        ("[1]", "line 2 of a.jsonl is a list"),
+    ):
+        path.write_text('{"text": "one"}\n' + line)
+        with pytest.raises(FullrankError, match=message):
+            texts_of(path)
+
+
+def test_damaged_archives_are_refused_where_they_were_named(tmp_path: Path) -> None:
+    for path in packed(tmp_path / ".", {"a.txt": b"text " * 50_000}):
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.raises(FullrankError, match=r"is it whole\?") as caught:
+            texts_of(path)
+        assert "\n" not in str(caught.value)
+    # In a directory they are left out, as other files that are no text; copies of a.tar are not looked at.
+    (tmp_path / "good.txt").write_text("good")
+    found = find([tmp_path])
+    assert [source.name for source in found.sources] == ["good.txt"]
+    assert found.skipped == ("a.tar", "a.tgz", "a.zip")
 
 
 @pytest.mark.parametrize(
@@ -195,9 +315,9 @@ def test_a_table_without_the_column_names_those_it_has(tmp_path: Path) -> None:
     )
     with pytest.raises(FullrankError, match=r"body, number.*--column"):
         texts_of(tmp_path / "a.parquet")
-    assert texts_of(tmp_path / "a.parquet", column="body") == ["a", "b"]
+    assert texts_of(tmp_path / "a.parquet", field="body") == ["a", "b"]
     with pytest.raises(FullrankError, match="holds int"):
-        texts_of(tmp_path / "a.parquet", column="number")
+        texts_of(tmp_path / "a.parquet", field="number")
 
 
 def test_names_that_are_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

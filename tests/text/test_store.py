@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from fullrank.errors import FullrankError
-from fullrank.text import files as text_files
-from fullrank.text import splits as sources
+from fullrank.results.files import sha256
+from fullrank.text import build, documents, formats, shards, stages
+from fullrank.text import sources as reading
 from fullrank.text import store as data
+from fullrank.text.splits import SPLITS
 from fullrank.text.store import Corpus, load, prepare
 from fullrank.text.vocabulary import Bpe
 from fullrank.train.config import DataConfig
@@ -43,7 +45,9 @@ def texts(corpus: Corpus) -> dict[str, str]:
 
 
 def folders(cache: Path) -> list[str]:
-    return sorted(path.name for path in cache.iterdir()) if cache.exists() else []
+    """Without what starts remember."""
+    names = [path.name for path in cache.iterdir()] if cache.exists() else []
+    return sorted(name for name in names if name != data.STARTS and not name.endswith(".lock"))
 
 
 def test_named_splits_become_read_only_token_files(tmp_path: Path) -> None:
@@ -98,7 +102,8 @@ def test_several_files_of_a_split_are_documents_and_archives_are_left(tmp_path: 
     assert tokens == [*b"the cat", 256, *TRAIN.encode(), 256]
     assert corpus.splits["train"].documents == 2
     assert corpus.splits["train"].bytes == len(tokens) - 2
-    assert corpus.describe()["skipped"] == ["train.txt.gz"]
+    # The same text again, and no gzip at that.
+    assert [one["name"] for one in corpus.describe()["sources"]][:2] == ["train-2.txt", "train.txt"]
 
 
 def test_files_without_splits_are_cut_by_lines(tmp_path: Path) -> None:
@@ -110,18 +115,25 @@ def test_files_without_splits_are_cut_by_lines(tmp_path: Path) -> None:
     write(source / ".git" / "hidden", "hidden\n")
     config = DataConfig(level="words", vocabulary_from="all", valid_share=0.25, test_share=0.1)
     corpus = prepare([source], config, tmp_path / "cache")
-    expected = {"train": lines[:26], "valid": lines[26:36], "test": lines[36:]}
+    # Of every file the end: 25 and 15 lines, of which 4 in 40 are for the test and 10 for validation.
+    expected = {
+        "train": lines[:17] + lines[25:34],
+        "valid": lines[17:23] + lines[34:38],
+        "test": lines[23:25] + lines[38:],
+    }
     assert texts(corpus) == {name: "\n".join([*part, ""]) for name, part in expected.items()}
     assert [split.lines for split in corpus.splits.values()] == [26, 10, 4]
-    assert [split.documents for split in corpus.splits.values()] == [2, 1, 1]
+    assert [split.documents for split in corpus.splits.values()] == [2, 2, 2]
     # Bytes of the text alone: no mark, and no line break that was not there.
     assert sum(split.bytes for split in corpus.splits.values()) == len("\n".join(lines).encode())
     assert corpus.describe()["skipped"] == ["b/picture.png"]
     assert corpus.describe()["split_by"] == "lines"
     # Bytes put together again are the files.
     raw = prepare([source], DataConfig(level="bytes"), tmp_path / "cache")
-    whole = "".join(texts(raw).values())
-    assert whole == "\n".join(lines[:25]) + "\n".join([*lines[25:], ""])
+    parts = [texts(raw)[name].encode().count(b"line") for name in SPLITS]
+    assert (sum(parts), [split.documents for split in raw.splits.values()]) == (40, [2, 2, 2])
+    for name, split in raw.splits.items():
+        assert split.tokens.tolist().count(256) == 2, name
     # A file named twice is read once, so that no line is trained on and judged on.
     twice = prepare(
         [source / "a.txt", source / "a.txt", source / "b" / ".." / "a.txt"], config, tmp_path / "c"
@@ -142,19 +154,15 @@ def test_blocks_of_any_size_give_the_same_tokens(
     config = DataConfig(level=level, bpe_size=300)
     whole = prepare([source], config, tmp_path / "whole")
     assert np.array_equal(whole.splits["train"].tokens, whole.vocabulary.encode(text))
-    monkeypatch.setattr(text_files, "READ", 257)
+    monkeypatch.setattr(formats, "READ", 257)
+    monkeypatch.setattr(documents, "FRAGMENT", 301)
+    monkeypatch.setattr(build, "BATCH", (1000, 1000))
     small = prepare([source], config, tmp_path / "small")
     assert small.digest == whole.digest
-    found = sources.find([source], config)
-    pieces = list(text_files.blocks(found.splits["train"][0]))
-    assert len(pieces) > 100
-    assert "".join(pieces) == text
     # A text without any place to cut is read all the same.
-    monkeypatch.setattr(text_files, "LONGEST", 1000)
-    endless = three(tmp_path / "endless", train="ä" * 5000, valid="a", test="b")
-    (part,) = sources.find([endless], config).splits["train"]
-    assert [len(piece) for piece in text_files.blocks(part)][:2] == [pytest.approx(1000, abs=257)] * 2
-    assert "".join(text_files.blocks(part)) == "ä" * 5000
+    monkeypatch.setattr(documents, "LONGEST", 1000)
+    endless = three(tmp_path / "endless", train="ä" * 5000, valid="ä" * 5000, test="ä" * 5000)
+    assert set(texts(prepare([endless], DataConfig(level="bytes"), tmp_path / "c")).values()) == {"ä" * 5000}
 
 
 def test_ids_beyond_sixteen_bits_are_kept(tmp_path: Path) -> None:
@@ -196,7 +204,7 @@ def test_bpe_is_trained_on_train_or_loaded(tmp_path: Path) -> None:
     assert loaded.vocabulary.size == 262
     assert texts(loaded) == texts(trained)
     assert loaded.describe()["vocabulary_from"] == "tokenizer"
-    with pytest.raises(FullrankError, match="no tokeniser at"):
+    with pytest.raises(FullrankError, match=r"none\.json is not there as a tokenizer"):
         prepare([source], DataConfig(level="bpe", tokenizer=str(tmp_path / "none.json")), cache)
 
 
@@ -223,13 +231,13 @@ def test_damage_is_found_and_built_again(damage: str, tmp_path: Path) -> None:
     source, cache = three(tmp_path / "text"), tmp_path / "cache"
     corpus = prepare([source], WORDS, cache)
     expected, folder = texts(corpus), corpus.folder
-    target = folder / {"meta": "meta.json", "vocabulary": "vocabulary.json"}.get(damage, "valid.tokens")
+    target = folder / {"meta": "manifest.json", "vocabulary": "vocabulary.json"}.get(damage, "valid.tokens")
     if damage == "remove":
         target.unlink()
     elif damage == "count":
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = json.loads((folder / "manifest.json").read_text())
         meta["splits"]["valid"]["bytes"] += 1
-        (folder / "meta.json").write_text(json.dumps(meta))
+        (folder / "manifest.json").write_text(json.dumps(meta))
     elif damage == "empty":
         for path in folder.iterdir():
             path.unlink()
@@ -237,33 +245,37 @@ def test_damage_is_found_and_built_again(damage: str, tmp_path: Path) -> None:
         content = bytearray(target.read_bytes())
         content[0] ^= 1
         target.write_bytes(content[:-2] if damage == "truncate" else content)
-    with pytest.raises(FullrankError, match="prepare the data again"):
-        load(folder)
+    # What has the right size is believed until someone looks.
+    asked = damage == "flip"
+    assert (texts(load(folder)) != expected) if asked else True
+    with pytest.raises(FullrankError, match="again"):
+        load(folder, verify=asked)
     messages: list[str] = []
-    rebuilt = prepare([source], WORDS, cache, warn=messages.append)
+    rebuilt = prepare([source], WORDS, cache, warn=messages.append, verify=asked)
     assert len(messages) == 1
-    assert "built again" in messages[0]
+    assert "made again" in messages[0]
     assert texts(rebuilt) == expected
     assert texts(load(folder)) == expected
     assert folders(cache) == [folder.name]
-    (folder / "meta.json").write_text("{}")
-    with pytest.warns(UserWarning, match="built again"):
+    (folder / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match="made again"):
         prepare([source], WORDS, cache)
 
 
 SCRIPT = """
 import sys, time
 from pathlib import Path
+from fullrank.text import stages
 from fullrank.text import store as data
-from fullrank.train.config import DataConfig
+from fullrank.text.settings import DataConfig
 source, cache, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-write = data.write_whole
+write = stages.write_whole
 def slow(path, text):
-    # Everything but meta.json is there.
+    # Everything but the manifest is there.
     Path(sys.argv[2], "waiting").touch()
     time.sleep(pause)
     write(path, text)
-data.write_whole = slow
+stages.write_whole = slow
 corpus = data.prepare([source], DataConfig(), cache)
 print(corpus.digest)
 """
@@ -287,11 +299,7 @@ def test_a_killed_build_leaves_no_half_corpus(tmp_path: Path) -> None:
     assert left[0].startswith(".")
     corpus = prepare([source], WORDS, cache)
     assert texts(corpus)["train"] == TRAIN
-    # What was left is swept up once it is surely dead.
-    for path in (cache / left[0], *(cache / left[0]).iterdir()):
-        os.utime(path, (0, 0))
-    (corpus.folder / "meta.json").unlink()
-    prepare([source], WORDS, cache, warn=lambda message: None)
+    # What was left is gone with the next build.
     assert folders(cache) == [corpus.folder.name, "waiting"]
 
 
@@ -308,19 +316,161 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(data, "write_whole", full)
-    with pytest.raises(FullrankError, match=r"No space left on device.*choose another --out"):
-        prepare([three(tmp_path / "text")], WORDS, tmp_path / "cache")
-    assert folders(tmp_path / "cache") == []
+    for place, name in ((shards.Writer, "add"), (stages, "write_whole")):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, full)
+            with pytest.raises(FullrankError, match=r"No space left on device.*free some space"):
+                prepare([three(tmp_path / "text")], WORDS, tmp_path / "cache")
+        assert [one for one in folders(tmp_path / "cache") if not one.startswith(".")] == []
+    prepare([three(tmp_path / "text")], WORDS, tmp_path / "cache")
+
+
+def rows(path: Path, texts: list[Any], field: str = "text") -> Path:
+    return write(path, "".join(json.dumps({field: text}) + "\n" for text in texts))
+
+
+def test_every_document_ends_with_its_token(tmp_path: Path) -> None:
+    """Rows are documents of their own, with the tokens of files of their own."""
+    documents = ["the cat\n", "sat", "the dog\nsat"]
+    source = three(tmp_path / "text")
+    (source / "train.txt").unlink()
+    rows(source / "train.jsonl", [*documents, None, "  "])
+    for level, end in (("bytes", 256), ("bpe", 0)):
+        corpus = prepare([source], DataConfig(level=level, bpe_size=260), tmp_path / "cache")
+        expected = [
+            token for text in documents for token in [*corpus.vocabulary.encode(text, end=False), end]
+        ]
+        assert corpus.splits["train"].tokens.tolist() == expected
+        assert (corpus.splits["train"].documents, corpus.splits["train"].lines) == (3, 4)
+        assert corpus.splits["train"].bytes == sum(map(len, documents))
+    # Of words every line ends, and a document with its last line.
+    words = prepare([source], DataConfig(vocabulary_from="all"), tmp_path / "cache")
+    assert texts(words)["train"] == "the cat\nsat\nthe dog\nsat\n"
+
+
+def test_processes_build_what_one_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = three(tmp_path / "text", train="".join(f"the cat {n % 7}\n" for n in range(3000)))
+    rows(source / "train-2.jsonl", [f"the dog {n}" for n in range(200)])
+    config = DataConfig(level="bpe", bpe_size=300)
+    alone = prepare([source], config, tmp_path / "one")
+    monkeypatch.setattr(build, "LARGE", 0)
+    monkeypatch.setattr(build, "BATCH", (2000, 2000))
+    monkeypatch.setattr(documents, "FRAGMENT", 999)
+    monkeypatch.setattr(build.pool, "cores", lambda: 2)
+    assert prepare([source], config, tmp_path / "two").digest == alone.digest
+
+
+@pytest.mark.parametrize("level", ["bytes", "words"])
+def test_shards_are_one_array(level: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 64 KiB of either width: the largest page there is.
+    monkeypatch.setattr(shards, "SHARD", 1 << 15)
+    train = "".join(f"w{n} {'x' * (n % 5)}\n" for n in range(70_000))
+    source = three(tmp_path / "text", train=train)
+    corpus = prepare([source], DataConfig(level=level, vocabulary_from="all"), tmp_path / "cache")
+    tokens = corpus.splits["train"].tokens
+    assert tokens.dtype == (np.uint16 if level == "bytes" else np.uint32)
+    names = sorted(path.name for path in corpus.folder.glob("train*.tokens"))
+    assert len(names) == -(-len(tokens) // (1 << 15)) > 3
+    expected = np.array(corpus.vocabulary.encode(train))
+    assert np.array_equal(tokens, expected)
+    # As one array is used: across a border, in rows, by numbers.
+    border = 1 << 15
+    assert np.array_equal(tokens[border - 5 : border + 5], expected[border - 5 : border + 5])
+    assert np.array_equal(
+        tokens[: 4 * (len(tokens) // 4)].reshape(4, -1)[3],
+        expected.reshape(-1)[: 4 * (len(tokens) // 4)].reshape(4, -1)[3],
+    )
+    picked = np.array([0, border, 2 * border - 1, len(tokens) - 1])
+    assert np.array_equal(tokens[picked], expected[picked])
+    with pytest.raises(ValueError, match="read-only"):
+        tokens[0] = 1
+    # A model sees no shards: the digest is that of one file.
+    monkeypatch.setattr(shards, "SHARD", 1 << 27)
+    whole = prepare([source], DataConfig(level=level, vocabulary_from="all"), tmp_path / "other")
+    assert whole.digest == corpus.digest
+    (corpus.folder / names[-1]).write_bytes(b"")
+    with pytest.raises(FullrankError, match="another size"):
+        load(corpus.folder)
+
+
+def test_a_second_start_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, cache = three(tmp_path / "text"), tmp_path / "cache"
+    for path in source.iterdir():
+        os.utime(path, (10**9, 10**9))
+    first = prepare([source], WORDS, cache)
+    monkeypatch.setattr(
+        stages,
+        "sha256",
+        lambda path: pytest.fail(f"{path} hashed") if path.suffix == ".tokens" else sha256(path),
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(reading, "_hash", lambda path: pytest.fail(f"{path} hashed"))
+        patched.setattr(formats, "look", lambda path: pytest.fail(f"{path} looked at"))
+        assert prepare([source], WORDS, cache).folder == first.folder
+    # A file of another time is hashed, and found to be the same; one of other content is not.
+    os.utime(source / "test.txt", (10**9, 10**9 + 1))
+    assert prepare([source], WORDS, cache).folder == first.folder
+    write(source / "test.txt", "the dog\n")
+    os.utime(source / "test.txt", (10**9, 10**9 + 2))
+    assert prepare([source], WORDS, cache).folder != first.folder
+    # What was changed just now may change again within the same tick: it is not believed by its time.
+    write(source / "test.txt", "the cat\n")
+    assert prepare([source], WORDS, cache).folder == first.folder
+    write(source / "test.txt", "the dog\n")
+    assert prepare([source], WORDS, cache).folder != first.folder
+
+
+def test_a_models_own_tokenizer_and_its_chat_template(tmp_path: Path) -> None:
+    """From a transformers directory: its end token, its template, more ids than it has entries."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Bpe.train([TRAIN * 20], 270).tokenizer
+    tokenizer.add_special_tokens(["<|user|>", "<|stop|>"])
+    own = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|stop|>")
+    own.chat_template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}"
+    own.save_pretrained(tmp_path / "model")
+    chats = [[{"role": "user", "content": f"the cat {n}"}] for n in range(40)]
+    path = rows(tmp_path / "chats.jsonl", chats, "messages")
+    config = DataConfig(level="bpe", tokenizer=str(tmp_path / "model"), vocabulary_size=300)
+    corpus = prepare([f"{path}#messages"], config, tmp_path / "cache")
+    user, stop = own.convert_tokens_to_ids(["<|user|>", "<|stop|>"])
+    assert (corpus.vocabulary.size, corpus.vocabulary.eos) == (300, stop)
+    expected = [user, *own("the cat 39", add_special_tokens=False)["input_ids"], stop]
+    assert corpus.splits["test"].tokens.tolist()[-len(expected) :] == expected
+    assert load(corpus.folder).vocabulary.digest() == corpus.vocabulary.digest()
+    # In plain text a special token is text, and nobody asked for a template.
+    plain = write(tmp_path / "plain.txt", "<|user|> the cat\n" * 40)
+    assert user not in prepare([plain], config, tmp_path / "cache").splits["train"].tokens
+    bare = DataConfig(level="bpe", tokenizer=str(tmp_path / "model" / "tokenizer.json"))
+    with pytest.raises(FullrankError, match=r"'messages' of chats.jsonl holds list.*chat template"):
+        prepare([f"{path}#messages"], bare, tmp_path / "cache")
+    own.chat_template = "{% for m in messages %}{{ m.content }}<|user|>{% endfor %}"
+    own.save_pretrained(tmp_path / "model")
+    turned = prepare([f"{path}#messages"], config, tmp_path / "cache")
+    assert turned.splits["test"].tokens.tolist()[-2:] == [user, stop]
+    rows(path, [[{"nobody": 1}]] * 40, "messages")
+    own.chat_template = "{{ messages[0].nothing.at_all }}"
+    own.save_pretrained(tmp_path / "model")
+    with pytest.raises(FullrankError, match="the chat template fails"):
+        prepare([f"{path}#messages"], config, tmp_path / "cache")
+
+
+def test_rare_bytes_that_are_not_utf8_are_said(tmp_path: Path) -> None:
+    source = three(tmp_path / "text")
+    write(source / "train.txt", b"plain words \xff\n" + b"plain words\n" * 100)
+    messages: list[str] = []
+    corpus = prepare([source], DataConfig(level="bytes"), tmp_path / "cache", warn=messages.append)
+    assert messages == ["1 places of the text were not UTF-8 and became U+FFFD"]
+    assert texts(corpus)["train"].startswith("plain words \ufffd\n")
 
 
 BAD: dict[str, tuple[dict[str, bytes], str]] = {
     "no file": ({}, "holds no text"),
     "empty file": ({"a.txt": b""}, "holds no text"),
-    "only binary": ({"a.bin": b"\0\1"}, r"holds no text; 1 files are no UTF-8 text \(a.bin\)"),
+    "only binary": ({"a.bin": b"\0\1"}, r"holds no text \(1 files are no text, such as a.bin\)"),
     "blank": ({"a.txt": b"\n \n\n\n"}, "only blank lines"),
-    "few lines": ({"a.txt": b"a\nb\n"}, "2 lines leave 0 for training"),
-    "one line": ({"a.txt": b"a b c d"}, r"1 lines leave 0 .* train.txt, valid.txt and test.txt"),
+    "few lines": ({"a.txt": b"a\nb\n"}, "2 lines or documents leave 0 for training"),
+    "one line": ({"a.txt": b"a b c d"}, r"1 lines or documents leave 0 .* train.txt, valid.txt and test.txt"),
     "no test": (
         {"train.txt": b"a\n", "valid.txt": b"a\n"},
         r"train \(train.txt\) and valid .* none for test",
@@ -329,21 +479,24 @@ BAD: dict[str, tuple[dict[str, bytes], str]] = {
     "empty split": ({"train.txt": b"a\n", "valid.txt": b"", "test.txt": b"a\n"}, "the valid split is empty"),
     "empty train": (
         {"train.txt": b"\xef\xbb\xbf", "valid.txt": b"a", "test.txt": b"a"},
-        "train split is empty",
+        "train split has only blank",
     ),
     "blank split": (
         {"train.txt": b"a\n", "valid.txt": b"a\n", "test.txt": b" \n"},
         "test split has only blank",
     ),
     "Latin-1": (
-        {"train.txt": b"ab\n" * 400_000 + b"caf\xe9 \n", "valid.txt": b"a\n", "test.txt": b"a\n"},
-        r"train.txt is not UTF-8 at byte offset 1200003 \(invalid continuation byte\).*iconv",
+        {"train.txt": b"ab\n" * 40_000 + b"caf\xe9 \n" * 9_000, "valid.txt": b"a\n", "test.txt": b"a\n"},
+        r"train.txt is not UTF-8 \(9,000 of .* characters\).*iconv",
     ),
     "cut character": (
         {"train.txt": b"ab\xc3", "valid.txt": b"a\n", "test.txt": b"a\n"},
-        "byte offset 2 .*unexpected end",
+        "not UTF-8 .* the first at byte 2",
     ),
-    "binary split": ({"train.txt": b"a\0", "valid.txt": b"a\n", "test.txt": b"a\n"}, "NUL byte at offset 1"),
+    "binary split": (
+        {"train.txt": b"a\0", "valid.txt": b"a\n", "test.txt": b"a\n"},
+        "train.txt is binary, it has NUL bytes",
+    ),
     "UTF-16": ({"train.txt": "ab".encode("utf-16"), "valid.txt": b"a", "test.txt": b"a"}, "is UTF-16"),
 }
 
@@ -363,24 +516,24 @@ def test_bad_files_are_refused_by_name_and_skipped_in_a_directory(tmp_path: Path
     cache, source = tmp_path / "cache", tmp_path / "text"
     good = write(source / "good.txt", "a b\n" * 100)
     latin = write(source / "latin.txt", b"caf\xe9\n" * 100)
-    with pytest.raises(FullrankError, match=r"latin.txt is not UTF-8 at byte offset 3"):
+    with pytest.raises(FullrankError, match=r"latin.txt looks binary or is not UTF-8 .* byte 3"):
         prepare([good, latin], WORDS, cache)
     messages: list[str] = []
     corpus = prepare([source], WORDS, cache, warn=messages.append)
     assert corpus.describe()["skipped"] == ["latin.txt"]
     assert len(messages) == 1
     assert "left out" in messages[0]
-    with pytest.raises(FullrankError, match="no such data"):
+    with pytest.raises(FullrankError, match="no such text"):
         prepare([tmp_path / "none"], WORDS, cache)
-    with pytest.raises(FullrankError, match="no data was given"):
+    with pytest.raises(FullrankError, match="no text was given"):
         prepare([], WORDS, cache)
     with pytest.raises(FullrankError, match="no regular file"):
         prepare([Path(os.devnull)], WORDS, cache)
     with pytest.raises(FullrankError, match=r"data.valid_share=0 leaves a split empty"):
         prepare([good], DataConfig(valid_share=0.0), cache)
-    with pytest.raises(FullrankError, match="100 lines leave 0"):
+    with pytest.raises(FullrankError, match="100 lines or documents leave 0"):
         prepare([good], DataConfig(valid_share=0.5, test_share=0.5), cache)
-    with pytest.raises(FullrankError, match="no whole corpus"):
+    with pytest.raises(FullrankError, match="damaged or missing"):
         load(tmp_path / "none")
 
 
@@ -388,6 +541,6 @@ def test_bad_files_are_refused_by_name_and_skipped_in_a_directory(tmp_path: Path
 def test_wikitext_2_has_its_published_counts(tmp_path: Path) -> None:
     source = Path(os.environ["FULLRANK_WIKITEXT"])
     corpus = prepare([source], DataConfig(vocabulary_from="all"), tmp_path / "cache")
-    assert [len(corpus.splits[name].tokens) for name in sources.SPLITS] == [2_088_628, 217_646, 245_569]
+    assert [len(corpus.splits[name].tokens) for name in SPLITS] == [2_088_628, 217_646, 245_569]
     assert corpus.vocabulary.size == 33_278
     assert corpus.describe()["sources"][0]["sha256"].startswith("9e9fa1ad55b1c2c9")

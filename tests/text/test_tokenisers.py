@@ -89,7 +89,7 @@ def test_what_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
 def test_a_bpe_of_a_long_text_is_trained_on_stretches_of_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenisers, "TRAINING_TEXT", 1000)
     characters = sum(map(len, TEXTS))
-    taken = list(tokenisers._sampled(TEXTS, characters))
+    taken = list(tokenisers.sampled(TEXTS, characters))
     assert 900 < sum(map(len, taken)) < 1100
     places = [TEXTS.index(text) for text in taken]
     assert places[0] < 60

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullrank.errors import FullrankError
-from fullrank.text import vocabulary
-from fullrank.text.cuts import CUT
+from fullrank.text import tokenisers, vocabulary
+from fullrank.text.documents import CUT
 from fullrank.text.vocabulary import Bpe, Bytes, Vocabulary, Words
 
 TEXT = "the cat sat\n the  dog\tsat \n\nä cat\n"
@@ -101,9 +101,14 @@ def test_half_a_character_decodes_to_a_mark(bpe: Bpe) -> None:
     assert (Bytes().token(0x61), Bytes().token(10), Bytes().token(256)) == ("a", "0x0a", "<|endoftext|>")
 
 
+def read(path: Path) -> Bpe:
+    tokenizer, end = tokenisers.loaded(str(path))
+    return Bpe.loaded(tokenizer, str(path), end)
+
+
 def test_a_text_cannot_end_itself(bpe: Bpe, tmp_path: Path) -> None:
     bpe.save(tmp_path)
-    for level in (bpe, vocabulary.load(tmp_path), Bpe.read(tmp_path / "tokenizer.json")):
+    for level in (bpe, vocabulary.load(tmp_path), read(tmp_path / "tokenizer.json")):
         ids = level.encode("plain <|endoftext|> text")
         assert ids.count(level.eos) == 1
         assert level.decode(ids) == "plain <|endoftext|> text"
@@ -161,7 +166,7 @@ def test_what_is_no_vocabulary_is_refused(tmp_path: Path) -> None:
         with pytest.raises(FullrankError, match="again"):
             vocabulary.load(tmp_path)
     path.write_text('{"level": "bpe", "eos": 0}')
-    with pytest.raises(FullrankError, match="no tokeniser"):
+    with pytest.raises(FullrankError, match="no tokenizer at"):
         vocabulary.load(tmp_path)
     for level in (Bytes(), Words.build([["a\n"]])):
         for index in (-1, level.size):
@@ -179,15 +184,15 @@ def test_loaded_tokenisers_are_used_plainly_or_refused(bpe: Bpe, tmp_path: Path)
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     content["added_tokens"].append({**content["added_tokens"][0], "id": 400, "content": "</s>"})
     path.write_text(json.dumps(content))
-    loaded = Bpe.read(path)
+    loaded = read(path)
     assert loaded.encode(PROSE[0]) == bpe.encode(PROSE[0])
     assert (loaded.size, loaded.eos) == (401, bpe.eos)
     content["added_tokens"] = [{**content["added_tokens"][0], "id": 400, "content": "<mask>"}]
     path.write_text(json.dumps(content))
     with pytest.raises(FullrankError, match=r"no special token that ends a text \(it has <mask>.*train one"):
-        Bpe.read(path)
+        read(path)
     path.write_text('{"model": 1}')
-    with pytest.raises(FullrankError, match=r"no tokenizer.json .*train one"):
-        Bpe.read(path)
+    with pytest.raises(FullrankError, match=r"cannot be loaded .*a tokenizer.json"):
+        read(path)
     with pytest.raises(FullrankError, match=r"bpe_size=256 .*257"):
         Bpe.train(["a"], 256)

@@ -301,7 +301,7 @@ def test_launchers_finish(text: Path, tmp_path: Path, launcher: str) -> None:
         (("--vocab-parallel",), "--set head.tie=false"),
         (("--vocab-parallel", "--set", "head.tie=false", "--fsdp"), "pass one of them"),
         (("--set", "optimiser.lr=1e9", "--set", "optimiser.clip=0"), "not finite at step"),
-        (("--data", "nowhere"), "no such data"),
+        (("--data", "nowhere"), "no such text"),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -81,6 +81,7 @@ def measure(
         tokens=options.limit or TOKENS,
         window=options.length or WINDOW,
         longest=longest(loaded.model),
+        in_order=True,
     )
     ids = windows.ids
     start = time.perf_counter()

@@ -30,7 +30,13 @@ class Train:
     recipe: Annotated[str, tyro.conf.Positional]
     """A recipe's name."""
     data: tuple[Path, ...] = ()
-    """A directory with train, valid and test text, or any files and directories, which are split by lines."""
+    """A directory or archive with train, valid and test text, or any files (plain, .jsonl, .parquet, also
+    compressed or in archives), directories and hub datasets NAME:CONFIG:SPLIT, whose ends are held out.
+    FILE#FIELD names the field of rows."""
+    tokens: Path | None = None
+    """A directory with tokens made elsewhere, train.bin and so on, in place of --data."""
+    verify: bool = False
+    """Read all tokens once more to see that no byte of them has changed."""
     out: Path = Path("runs/train")
     """Directory of the run: config, checkpoints, log, results and page."""
     head: str = "softmax"
@@ -71,8 +77,12 @@ def train(options: Train) -> None:
         if options.print_config:
             print("\n".join(lines(config) if is_main() else ()))
             return
-        if not options.data:
-            raise FullrankError("nothing to train on: pass --data with a directory or files of text")
+        if bool(options.data) == (options.tokens is not None):
+            raise FullrankError(
+                "both --data and --tokens were given: choose one"
+                if options.data
+                else "nothing to train on: pass --data with a directory or files of text"
+            )
         results.check_writable(options.out)
 
     from fullrank.results import cache_directory
@@ -92,6 +102,8 @@ def train(options: Train) -> None:
                 monitors=options.monitors,
                 vocab_parallel=options.vocab_parallel,
                 fsdp=options.fsdp,
+                tokens=options.tokens,
+                verify=options.verify,
             ),
             shown,
         )

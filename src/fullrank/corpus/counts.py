@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fullrank.corpus.stages import read_manifest
 from fullrank.errors import FullrankError
+from fullrank.text.stages import read_manifest
 
 
 @dataclass(frozen=True, kw_only=True)

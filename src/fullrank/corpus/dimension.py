@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fullrank.corpus import null, stages
+from fullrank.corpus import null
 from fullrank.corpus.counts import Counts, load_blocks, load_counts
 from fullrank.corpus.curve import LEADING, Dimension, Effort, Spectrum
 from fullrank.corpus.interval import EFFORT, Interval, jackknife
@@ -28,6 +28,7 @@ from fullrank.corpus.table import CONSTRUCTIONS, Left, Table, spans, table
 from fullrank.errors import FullrankError
 from fullrank.results import Corpus, CorpusCurve, CorpusNull
 from fullrank.results.files import from_plain, to_plain, write_whole
+from fullrank.text import stages
 
 CURVE = "curve.json"
 METHOD = 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fullrank.errors import FullrankError
 from fullrank.text import sources, tokenisers
-from fullrank.text.sources import Corpus
+from fullrank.text.sources import Texts
 from fullrank.text.tokenisers import Tokeniser
 
 SAMPLE = 1 << 18
@@ -42,7 +42,7 @@ class Plan:
 
 
 def plan(
-    corpus: Corpus, tokeniser: Tokeniser, *, blocks: int, limit: int | None, memory: int, workers: int
+    corpus: Texts, tokeniser: Tokeniser, *, blocks: int, limit: int | None, memory: int, workers: int
 ) -> Plan:
     """From the beginning of the text."""
     texts, characters = [], 0

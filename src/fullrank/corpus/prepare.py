@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fullrank.corpus import count, engines, stages, tokenise
+from fullrank.corpus import count, engines, tokenise
 from fullrank.corpus import plan as planning
 from fullrank.corpus.engines import Resources
 from fullrank.corpus.windows import Packing
 from fullrank.errors import FullrankError
 from fullrank.results import cache_directory
-from fullrank.text import sources, tokenisers
+from fullrank.text import sources, stages, tokenisers
 from fullrank.text.documents import Documents
-from fullrank.text.sources import Corpus
+from fullrank.text.sources import Texts
 
 Progress = Callable[[str, float], None]
 """Hears what is done and the share of it that is done."""
@@ -61,7 +61,7 @@ class Prepared:
 
     folder: Path
     """Of the counts, for `load_counts` and `load_blocks`."""
-    corpus: Corpus
+    corpus: Texts
     tokeniser: str
     vocabulary: int
     key: str
@@ -86,13 +86,10 @@ def prepare(
     """The counts of texts, made as far as they are not there."""
     check(settings)
     cache = settings.cache or default_cache()
-    corpus = sources.find(
-        texts,
-        documents=settings.documents,
-        column=settings.column,
-        before=lambda size: _check_room(cache, min(size, 8 * (settings.tokens or size)) // 8, settings.order),
-        progress=lambda share: progress("reading", share),
-    )
+    found = sources.find(texts, documents=settings.documents, field=settings.column)
+    # Before any of it is read.
+    _check_room(cache, min(found.bytes, 8 * (settings.tokens or found.bytes)) // 8, settings.order)
+    corpus = sources.hashed(found, lambda share: progress("reading", share))
     tokeniser_folder, tokeniser_key = _tokeniser(corpus, settings, cache, progress, warn)
     tokeniser = tokenisers.load(tokeniser_folder)
     packing = Packing(order=settings.order, vocabulary=tokeniser.size)
@@ -172,7 +169,7 @@ def check(settings: Settings) -> None:
 
 
 def _tokeniser(
-    corpus: Corpus, settings: Settings, cache: Path, progress: Progress, warn: Callable[[str], None]
+    corpus: Texts, settings: Settings, cache: Path, progress: Progress, warn: Callable[[str], None]
 ) -> tuple[Path, str]:
     name = settings.tokenizer
     built: list[tokenisers.Tokeniser] = []

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +30,11 @@ from fullrank.corpus.windows import Packing
 from fullrank.errors import FullrankError
 from fullrank.results.files import sha256, write_whole
 from fullrank.text import sources, tokenisers
-from fullrank.text.cuts import first_cut
-from fullrank.text.documents import Fragment, Read
-from fullrank.text.sources import Corpus
+from fullrank.text import workers as pool
+from fullrank.text.documents import Fragment, Read, first_cut
+from fullrank.text.sources import Texts
 from fullrank.text.tokenisers import Tokeniser
 
-SMALL = 8 << 20
-"""Characters up to which a text is tokenised in this process: starting others would take longer."""
 REACH = 4096
 """Characters beyond the end of a block in which a place between two words is sought."""
 PLAN = "plan.json"
@@ -57,7 +53,7 @@ class Run(NamedTuple):
 
 def tokenise(
     folder: Path,
-    corpus: Corpus,
+    corpus: Texts,
     tokeniser_folder: Path,
     packing: Packing,
     made: Plan,
@@ -73,7 +69,8 @@ def tokenise(
     totals = {"tokens": 0, "windows": 0, "documents": 0}
     files: dict[str, dict[str, Any]] = {}
     fresh = 0
-    with _workers(tokeniser_folder, workers if made.characters > SMALL else 1) as submit:
+    processes = workers if made.characters > pool.SMALL else 1
+    with pool.workers(tokenisers.load, tokeniser_folder, count=processes) as submit:
         waiting: deque[tuple[_Batch, Future[dict[str, Any]] | None]] = deque()
         batches = _batches(corpus, made, packing, read)
         exhausted = False
@@ -85,16 +82,16 @@ def tokenise(
                     break
                 done = _done(folder, batch.number)
                 waiting.append(
-                    (batch, None if done else submit(_work, folder, batch, packing, made.parts, None))
+                    (batch, None if done else submit(make_windows, folder, batch, packing, made.parts, None))
                 )
             if not waiting:
                 break
             batch, future = waiting.popleft()
-            found = _done(folder, batch.number) if future is None else _result(future)
+            found = _done(folder, batch.number) if future is None else pool.result(future)
             assert found is not None
             left = None if limit is None else limit - totals["tokens"]
             if left is not None and found["tokens"] > left:
-                found = _result(submit(_work, folder, batch, packing, made.parts, left))
+                found = pool.result(submit(make_windows, folder, batch, packing, made.parts, left))
             fresh += found["tokens"] if future is not None else 0
             for name in totals:
                 totals[name] += found[name]
@@ -118,7 +115,7 @@ def tokenise(
     return {**totals, "replaced": read.replaced, "parts": made.parts, "blocks": made.blocks, "files": files}
 
 
-def _check(corpus: Corpus, packing: Packing, totals: dict[str, int]) -> None:
+def _check(corpus: Texts, packing: Packing, totals: dict[str, int]) -> None:
     if totals["windows"]:
         return
     raise FullrankError(
@@ -135,7 +132,7 @@ class _Batch:
     characters: int
 
 
-def _batches(corpus: Corpus, made: Plan, packing: Packing, read: Read) -> Iterator[_Batch]:
+def _batches(corpus: Texts, made: Plan, packing: Packing, read: Read) -> Iterator[_Batch]:
     runs: list[Run] = []
     number = characters = start = 0
     tail = ""
@@ -201,37 +198,6 @@ def _done(folder: Path, number: int) -> dict[str, Any] | None:
     return found
 
 
-_tokeniser: Tokeniser | None = None
-"""Of a process that tokenises."""
-
-
-def _start(folder: Path) -> None:
-    import multiprocessing
-    import signal
-    import threading
-    from multiprocessing.connection import wait
-
-    global _tokeniser
-    # The first process answers the keyboard for all.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-
-        def leave() -> None:
-            wait([parent.sentinel])
-            os._exit(1)
-
-        threading.Thread(target=leave, daemon=True).start()
-    _tokeniser = tokenisers.load(folder)
-
-
-def _work(folder: Path, batch: _Batch, packing: Packing, parts: int, limit: int | None) -> dict[str, Any]:
-    """Tokenise a batch and write its two files; `limit` tokens of it at most."""
-    assert _tokeniser is not None
-    return make_windows(_tokeniser, folder, batch, packing, parts, limit)
-
-
 def make_windows(
     tokeniser: Tokeniser, folder: Path, batch: _Batch, packing: Packing, parts: int, limit: int | None
 ) -> dict[str, Any]:
@@ -270,37 +236,3 @@ def make_windows(
         said |= {"bytes": 0, "sha256": ""}
     write_whole(path.with_suffix(".json"), json.dumps(said))
     return said
-
-
-@contextlib.contextmanager
-def _workers(tokeniser_folder: Path, workers: int) -> Iterator[Callable[..., Future[dict[str, Any]]]]:
-    """A function that hands work to other processes, or does it here."""
-    if workers == 1:
-        tokeniser = tokenisers.load(tokeniser_folder)
-
-        def here(_: Any, *arguments: Any) -> Future[dict[str, Any]]:
-            future: Future[dict[str, Any]] = Future()
-            future.set_result(make_windows(tokeniser, *arguments))
-            return future
-
-        yield here
-        return
-    import multiprocessing
-
-    # Not forked: libraries with threads of their own do not survive that.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(tokeniser_folder,))
-    try:
-        yield pool.submit
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _result(future: Future[dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return future.result()
-    except BrokenProcessPool as error:
-        raise FullrankError(
-            "a process that tokenised was killed, most likely for want of memory: give fewer --workers; what "
-            "is finished will be used again"
-        ) from error

@@ -1,7 +1,9 @@
 """Stream states out of a model, once: text to windows, windows to states, states to files for the next run.
 
 A window is `window` tokens that see each other and nothing else. Its tokens but the first are predicted;
-where the tokenizer begins texts with a beginning-of-text token, every window begins with it. Kept are
+where the tokenizer begins texts with a beginning-of-text token, every window begins with it. Windows come
+from all over the text (`text.sample`) and are mixed, so that parts to fit on and to judge on are alike. Kept
+are
 
     hidden [N, D]        what enters the output matrix, for every predicted token
     layers [L, n, D]     every layer's states at a sample of positions, for the geometry
@@ -20,7 +22,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +32,17 @@ from fullrank.fit import shards
 from fullrank.fit.estimates import BLOCK
 from fullrank.models.anatomy import Anatomy, states, watched
 from fullrank.models.model_files import first_line
-from fullrank.text import sample as texts
+from fullrank.text import sample
+from fullrank.text.standard_library import standard_library
+from fullrank.text.tokenisers import template_of
 
 LEAST_TOKENS = 256
 LEAST_WINDOWS = 3
 """One to fit on, one to choose on, one to judge on."""
 SHORT_TEXT_WINDOWS = 8
+CHARACTERS_PER_TOKEN = 8
+"""That are read for a window at first; more where they do not fill it."""
+MOST_PER_TOKEN = 64
 LAYER_STATES = 2048
 """States a layer that are kept for the geometry, at most."""
 FORMAT = 1
@@ -55,6 +62,7 @@ class Windows:
     """[windows, window - 1] bytes of each predicted token."""
     sources: tuple[str, ...]
     sha256: str
+    """Of the text under these windows, and of no other."""
     starts_with_bos: bool
 
 
@@ -82,51 +90,65 @@ class States:
 
 
 def tokenise(
-    tokenizer: Any, files: Sequence[Path], *, tokens: int, window: int, longest: int | None
+    tokenizer: Any,
+    files: Sequence[str | Path],
+    *,
+    tokens: int,
+    window: int,
+    longest: int | None,
+    in_order: bool = False,
 ) -> Windows:
-    """As many windows as `tokens` fill, from the files or from the default text.
+    """As many windows as `tokens` fill, from all over the files or from the default text.
 
-    A text of fewer than three windows gets shorter ones; `longest` is the model's own limit.
+    A text of fewer than three windows gets shorter ones; `longest` is the model's own limit. The windows are
+    mixed, so that any part of them is of all sources; `in_order` takes the beginning of the text as it
+    stands, for what remembers it.
     """
     if tokens < LEAST_TOKENS:
         raise FullrankError(f"{tokens} tokens were asked for, expected {LEAST_TOKENS} or more")
     window = min(window, longest or window)
     if window < 8:
         raise FullrankError(f"windows of {window} tokens were asked for, expected 8 or more")
-    # Not all at once where very many are asked for: reading sets room aside for what it may find.
-    characters = 8 * min(tokens, 1 << 20)
-    while True:
-        documents = texts.read(files, limit=characters) if files else texts.standard_library(limit=characters)
-        joined = "\n\n".join(document.text for document in documents)
-        ids, starts, end = _encode(tokenizer, joined)
-        if len(ids) > tokens or len(joined) < characters:
-            break
-        characters *= 2
-    ids, starts = ids[: tokens + 1], starts[: tokens + 2]
     bos = begin_token(tokenizer)
-    if len(ids) < LEAST_TOKENS:
+    own, chat = window - (bos is not None), template_of(tokenizer)
+    wanted, each = max(LEAST_WINDOWS, tokens // own), CHARACTERS_PER_TOKEN
+    while True:
+        if not files:
+            documents = [document.text for document in standard_library(limit=wanted * own * each)]
+            found = sample.Sample(
+                stretches=(sample.BETWEEN.join(documents),),
+                whole=sum(map(len, documents)) < wanted * own * each,
+                sources=(_default_source(len(documents)),),
+            )
+        elif in_order:
+            found = sample.beginning(files, wanted * own * each, chat)
+        else:
+            found = sample.draw(files, count=wanted, characters=own * each, chat=chat)
+        encoded = [_encode(tokenizer, stretch) for stretch in found.stretches]
+        ready = sum(len(one.ids) // own for one in encoded)
+        # A stretch at the end of a long row may stay empty: no reason to read a whole disk.
+        if found.whole or ready >= wanted or (files and each > MOST_PER_TOKEN and ready >= LEAST_WINDOWS):
+            break
+        each *= 2
+    total = sum(len(one.ids) for one in encoded)
+    if total < LEAST_TOKENS:
         raise FullrankError(
-            f"the text has {len(ids)} tokens, expected {LEAST_TOKENS} or more: give a longer one with --text"
+            f"the text has {total} tokens, expected {LEAST_TOKENS} or more: give a longer one with --text"
         )
-    own = window - (bos is not None)
-    used = min(tokens, len(ids))
+    used = min(tokens, total)
     if used < LEAST_WINDOWS * own:
         own = max(8, used // SHORT_TEXT_WINDOWS)
-    count = used // own
-    chosen = torch.tensor(ids[: count * own]).view(count, own)
-    bounds = torch.tensor([*starts[: count * own], starts[count * own] if len(starts) > count * own else end])
-    sizes = torch.diff(bounds).view(count, own)
+    cut = _cut(encoded, own, used // own, mixed=bool(files) and not in_order)
+    chosen, sizes = torch.stack([one.ids for one in cut]), torch.stack([one.sizes for one in cut])
     if bos is not None:
-        chosen = torch.cat([torch.full((count, 1), bos), chosen], dim=1)
+        chosen = torch.cat([torch.full((len(cut), 1), bos), chosen], dim=1)
     else:
         sizes = sizes[:, 1:]
     return Windows(
         ids=chosen,
         sizes=sizes.clamp(min=0),
-        sources=tuple(document.name for document in documents)
-        if files
-        else (_default_source(len(documents)),),
-        sha256=texts.sha256(documents),
+        sources=found.sources,
+        sha256=hashlib.sha256(b"\0".join(one.text for one in cut)).hexdigest(),
         starts_with_bos=bos is not None,
     )
 
@@ -137,22 +159,67 @@ def _default_source(count: int) -> str:
     return f"Python {platform.python_version()} documentation and docstrings, {count} pieces"
 
 
-def _encode(tokenizer: Any, joined: str) -> tuple[list[int], list[int], int]:
-    """Token ids without special ones, the byte at which each begins, and the number of bytes."""
-    total = len(joined.encode("utf8", "surrogatepass"))
+class _Encoded(NamedTuple):
+    """A stretch of text as tokens."""
+
+    ids: list[int]
+    starts: list[int]
+    """The byte at which each begins, and the end of the last one."""
+    text: bytes
+
+
+class _Cut(NamedTuple):
+    """A window's worth of tokens."""
+
+    ids: Tensor
+    sizes: Tensor
+    text: bytes
+    """That these tokens were made from."""
+
+
+def _encode(tokenizer: Any, stretch: str) -> _Encoded:
+    """Tokens without special ones."""
+    text = stretch.encode("utf8", "surrogatepass")
     if getattr(tokenizer, "is_fast", False):
         try:
-            found = tokenizer(joined, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            found = tokenizer(stretch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         except Exception as error:  # the library's own, as for a word that a vocabulary without <unk> lacks
             raise FullrankError(
                 f"the text cannot be put into tokens of this model ({first_line(error)}): give one in its "
                 "words"
             ) from error
-        at = _byte_offsets(joined)
-        return found["input_ids"], [at[begin] for begin, _ in found["offset_mapping"]], total
+        at = _byte_offsets(stretch)
+        starts = [at[begin] for begin, _ in found["offset_mapping"]]
+        return _Encoded(found["input_ids"], [*starts, len(text)], text)
     # Tokenizers without offsets: the bytes are shared out evenly, which leaves every sum right on average.
-    ids = tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids, [round(total * place / max(1, len(ids))) for place in range(len(ids))], total
+    ids = tokenizer(stretch, add_special_tokens=False, verbose=False)["input_ids"]
+    starts = [round(len(text) * place / max(1, len(ids))) for place in range(len(ids))]
+    return _Encoded(ids, [*starts, len(text)], text)
+
+
+def _cut(encoded: Sequence[_Encoded], own: int, count: int, *, mixed: bool) -> list[_Cut]:
+    """`count` runs of `own` tokens; mixed they are from all over the text, and so is every part of them."""
+    rounds: dict[int, list[tuple[int, _Cut]]] = {}
+    place = 0
+    for ids, starts, text in encoded:
+        for first in range(0, len(ids) - own + 1, own):
+            bounds = starts[first : first + own + 1]
+            part = text[bounds[0] : bounds[-1]]
+            made = _Cut(torch.tensor(ids[first : first + own]), torch.diff(torch.tensor(bounds)), part)
+            # Of several stretches the first window each, before any gives a second.
+            rounds.setdefault(first if len(encoded) > 1 else 0, []).append((place, made))
+            place += 1
+    if not mixed:
+        return [made for _, made in rounds[0][:count]]
+    chosen: list[tuple[int, _Cut]] = []
+    for group in rounds.values():
+        room = min(count - len(chosen), len(group))
+        chosen += [group[place * len(group) // room] for place in range(room)]
+    chosen.sort(key=lambda one: one[0])
+    # Multiples of the golden ratio: those of any part lie evenly between 0 and 1.
+    steps = [place * (5**0.5 - 1) / 2 % 1 for place in range(len(chosen))]
+    rank = {step: number for number, step in enumerate(sorted(steps))}
+    return [chosen[rank[step]][1] for step in steps]
 
 
 def _byte_offsets(joined: str) -> Sequence[int]:
@@ -166,7 +233,10 @@ def _byte_offsets(joined: str) -> Sequence[int]:
 
 
 def begin_token(tokenizer: Any) -> int | None:
-    """The token that the tokenizer itself puts before every text, if it does."""
+    """The token that the tokenizer puts before every text, or says that it should."""
+    if getattr(tokenizer, "add_bos_token", None) is True and tokenizer.bos_token_id is not None:
+        # One that was converted from another format may have lost the rule and kept the word.
+        return tokenizer.bos_token_id
     try:
         begun, plain = _both("a", tokenizer)
     except Exception:  # the library's own: a vocabulary of words may lack every letter

@@ -1,22 +1,30 @@
 """Documents out of a stream of text: whole files, lines or paragraphs; long ones in fragments.
 
-Documents do not run into each other. A document longer than `FRAGMENT` characters comes in fragments that are
-cut between two words (`cuts.py`), so it may be larger than memory. Blank documents are left out.
+Documents do not run into each other. A document longer than `FRAGMENT` characters comes in fragments, so it
+may be larger than memory. Blank documents are left out.
+
+A fragment ends between two words, so that both sides have the tokens that they have together: after one line
+break or before one space, with a character on either side. There words end, and so do the pieces into which
+GPT-2's tokeniser and its heirs split a text before they merge bytes: a space belongs to the word after it,
+and of several line breaks the last stands alone only before a word.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
-
-from fullrank.text.cuts import LONGEST, last_cut
 
 Documents = Literal["file", "line", "blank"]
 """What is one in a file of text: all of it, a line, or what stands between blank lines."""
 
 FRAGMENT = 1 << 18
 """Characters after which a document is cut at the next place between words."""
+LONGEST = 16 << 20
+"""Characters after which a text is cut wherever it is, if no place between two words came."""
+CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
+"""A place between two words."""
 
 
 class Fragment(NamedTuple):
@@ -83,6 +91,8 @@ def _document(blocks: Iterator[str], read: Read) -> Iterator[Fragment]:
                 cut = len(pending) if len(pending) >= LONGEST else 0
             if not cut:
                 break
+            # Something is left for the end, which must know whether its last line is broken off.
+            cut = min(cut, len(pending) - 1)
             yield _fragment(pending[:cut], begins, False, read)
             pending, begins = pending[cut:], False
     if pending.strip() or not begins:
@@ -94,3 +104,20 @@ def _fragment(text: str, begins: bool, ends: bool, read: Read) -> Fragment:
     read.characters += len(text)
     read.documents += begins
     return made
+
+
+def last_cut(text: str, longest: int = LONGEST) -> int:
+    """The last place between two words, 0 if there is none and the text is not too long to wait for one."""
+    for begin in (max(0, len(text) - 4096), 0):
+        last = 0
+        for match in CUT.finditer(text, begin):
+            last = match.start()
+        if last:
+            return last
+    return len(text) if len(text) >= longest else 0
+
+
+def first_cut(text: str) -> int:
+    """The first place between two words, 0 if there is none."""
+    match = CUT.search(text)
+    return match.start() if match else 0

@@ -1,22 +1,36 @@
-"""Files and datasets as text: decompressed, decoded, and refused where they are no text.
+"""Files as text: decompressed, taken out of archives, decoded, and refused where they are no text.
 
-Text is UTF-8; .gz, .xz and .zst files are decompressed. A byte order mark is dropped. Bytes that are not
-UTF-8 become U+FFFD and are counted; where more than 1% of the characters of a file would, or where there are
-NUL bytes, it is no text.
+    plain     any UTF-8 file: one document, or its lines or paragraphs (`documents.py`)
+    rows      .jsonl, .ndjson: a line is an object, and one of its fields a document
+    table     .parquet, .pq: a row is a document
+    archive   .zip, .tar and compressed tars: every file in it is one of the above
+
+Each may be compressed (.gz, .bz2, .xz, .zst), in an archive too. A byte order mark is dropped. Bytes that are
+not UTF-8 become U+FFFD and are counted; where more than 1% of the characters of a file would, or where there
+are NUL bytes, it is no text. A field that holds a conversation, a list of messages, becomes text by the chat
+template of whoever reads it.
 """
 
 from __future__ import annotations
 
 import codecs
 import contextlib
-import hashlib
+import importlib
 import importlib.util
-from collections.abc import Iterator
+import io
+import json
+import tarfile
+import zipfile
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from fullrank.errors import FullrankError
 from fullrank.text.documents import Read
+
+Kind = Literal["text", "rows", "table"]
+Chat = Callable[[list[Any]], str]
+"""Makes a text of the messages of a conversation."""
 
 READ = 1 << 18
 """Bytes read at once."""
@@ -24,69 +38,96 @@ LOOK = 1 << 16
 """Bytes of a file that are looked at to see whether it is text."""
 LARGEST_BAD_SHARE = 0.01
 """Of characters that could not be decoded."""
-COMPRESSED = {".gz": 4, ".xz": 5, ".zst": 4}
-"""Suffixes of compressed text, and how much larger than the file its text is taken to be."""
+COMPRESSED = {".gz": 4, ".tgz": 4, ".bz2": 4, ".tbz2": 4, ".xz": 5, ".txz": 5, ".zst": 4}
+"""Suffixes of compressed files, and how much larger than the file its content is taken to be."""
+TARS = (".tar", ".tgz", ".tbz2", ".txz")
+ROWS = (".jsonl", ".ndjson")
 TABLES = (".parquet", ".pq")
+SHUFFLED = 10_000
+"""Rows of a dataset that are mixed with each other, beside its files."""
+BINARY = "is binary, it has NUL bytes: give a file of UTF-8 text"
 
 
-def decoded(path: Path, name: str, read: Read) -> Iterator[str]:
-    """The text of a file in blocks; raises where it turns out to be none."""
-    decoder = codecs.getincrementaldecoder("utf8")("replace")
-    characters = replaced = 0
-    with opened(path) as file:
-        first = True
-        while True:
-            try:
-                data = file.read(READ)
-            # The decompressors' own errors, zstandard's too, which is no OSError.
-            except Exception as error:
-                raise FullrankError(
-                    f"{name} cannot be read on ({error}): is it whole? Copy it again, or leave it out"
-                ) from error
-            if b"\0" in data:
-                raise FullrankError(f"{name} has NUL bytes, which no text has: give UTF-8 text")
-            if first:
-                data, first = data.removeprefix(codecs.BOM_UTF8), False
-            text = decoder.decode(data, final=not data)
-            characters += len(text)
-            replaced += text.count("\ufffd")
-            if text:
-                yield text
-            if not data:
-                break
-    if replaced > LARGEST_BAD_SHARE * max(characters, 1):
-        raise FullrankError(
-            f"{name} is not UTF-8 ({replaced:,} of {characters:,} characters): save it as UTF-8, for "
-            "instance with iconv"
+class Found(NamedTuple):
+    """A file, or a file in an archive, looked at."""
+
+    member: str
+    """Its name in the archive; empty for a file of its own."""
+    kind: Kind
+    bytes: int
+    """Of its text, estimated where it is compressed."""
+    reason: str
+    """Why it is no text, and the remedy; empty if its beginning is text."""
+
+
+def kind_of(name: str) -> Kind:
+    suffix = Path(_uncompressed(name)).suffix.lower()
+    return "rows" if suffix in ROWS else "table" if suffix in TABLES else "text"
+
+
+def is_archive(path: Path) -> bool:
+    return path.suffix.lower() == ".zip" or _is_tar(path.name)
+
+
+def look(path: Path) -> list[Found]:
+    """What a file holds: itself, or the files of an archive."""
+    if not is_archive(path):
+        with opened(path) as raw:
+            return [_look("", path.name, path.stat().st_size, raw)]
+    found: dict[str, Found] = {}
+    for name, size, raw in members(path):
+        # An archive may hold a name twice; the first is read.
+        if name not in found:
+            found[name] = _look(name, name, size, raw)
+    if not found:
+        raise FullrankError(f"{path} is an archive without files: give one with text in it")
+    return list(found.values())
+
+
+def _look(member: str, name: str, size: int, raw: BinaryIO) -> Found:
+    kind = kind_of(name)
+    size *= COMPRESSED.get(Path(name).suffix.lower(), 1)
+    if kind == "table":
+        try:
+            metadata = _parquet(raw, name).metadata
+        except FullrankError as error:
+            if member:
+                return Found(member, kind, size, str(error).removeprefix(f"{name} "))
+            raise
+        groups = range(metadata.num_row_groups)
+        return Found(member, kind, sum(metadata.row_group(index).total_byte_size for index in groups), "")
+    try:
+        data = decompressed(raw, name).read(LOOK)
+    except FullrankError:
+        raise
+    # The decompressors' own errors, zstandard's too, which is no OSError.
+    except Exception as error:
+        reason = f"cannot be decompressed ({error}): is it whole? Copy it again, or leave it out"
+        return Found(member, kind, size, reason)
+    return Found(member, kind, size, _reason(data))
+
+
+def _reason(data: bytes) -> str:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "is UTF-16, expected UTF-8: save it as UTF-8"
+    if b"\0" in data:
+        return BINARY
+    text = codecs.getincrementaldecoder("utf8")("replace").decode(data, final=len(data) < LOOK)
+    bad = text.count("\ufffd")
+    if bad > LARGEST_BAD_SHARE * max(len(text), 1):
+        return (
+            f"looks binary or is not UTF-8 ({bad:,} of its first {len(text):,} characters, the first at byte "
+            f"{len(text[: text.index(chr(0xFFFD))].encode())}): save it as UTF-8, for instance with iconv"
         )
-    read.replaced += replaced
+    return ""
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file as bytes, decompressed by its suffix."""
-    suffix = path.suffix.lower()
+    """A file as bytes, as they are on disk; errors of the system become ours."""
     try:
-        if suffix == ".gz":
-            import gzip
-
-            with gzip.open(path, "rb") as file:
-                yield file  # type: ignore[misc]
-        elif suffix == ".xz":
-            import lzma
-
-            with lzma.open(path, "rb") as file:
-                yield file  # type: ignore[misc]
-        elif suffix == ".zst":
-            zstandard = _needed("zstandard", f"{path.name} is compressed with zstd")
-            with (
-                path.open("rb") as raw,
-                zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as file,
-            ):
-                yield file
-        else:
-            with path.open("rb") as file:
-                yield file
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         # gzip says with an OSError without a reason of the system's that a file is none of its own.
         if error.strerror is None:
@@ -96,79 +137,135 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         ) from error
 
 
-def look(path: Path) -> str:
-    """Why a file is no text, and the remedy; empty if its beginning is text."""
-    if path.suffix.lower() in TABLES:
-        return ""
+def decompressed(raw: BinaryIO, name: str) -> BinaryIO:
+    """The content of a file by the suffix of its name."""
+    suffix = Path(name).suffix.lower()
+    if suffix in (".gz", ".tgz"):
+        import gzip
+
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    if suffix in (".bz2", ".tbz2"):
+        import bz2
+
+        return bz2.BZ2File(raw)  # type: ignore[return-value]
+    if suffix in (".xz", ".txz"):
+        import lzma
+
+        return lzma.LZMAFile(raw)  # type: ignore[return-value]
+    if suffix == ".zst":
+        zstandard = needed("zstandard", f"{name} is compressed with zstd")
+        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        return io.BufferedReader(reader, READ)
+    return raw
+
+
+def members(path: Path) -> Generator[tuple[str, int, BinaryIO], None, None]:
+    """Name, size and content of every file in an archive, in its order; a tar is read through once."""
     try:
-        with opened(path) as file:
-            data = file.read(LOOK)
+        with opened(path) as raw:
+            if path.suffix.lower() == ".zip":
+                with zipfile.ZipFile(raw) as archive:
+                    for entry in archive.infolist():
+                        if not entry.is_dir() and not _hidden(entry.filename):
+                            with archive.open(entry) as file:
+                                yield entry.filename, entry.file_size, file  # type: ignore[misc]
+                return
+            with tarfile.open(fileobj=decompressed(raw, path.name), mode="r|") as tar:
+                for one in tar:
+                    file_of = tar.extractfile(one) if one.isfile() and not _hidden(one.name) else None
+                    if file_of is not None:
+                        yield one.name, one.size, file_of  # type: ignore[misc]
     except FullrankError:
         raise
-    except Exception as error:
-        return f"cannot be decompressed ({error}): is it whole? Copy it again, or leave it out"
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "is UTF-16, expected UTF-8: save it as UTF-8"
-    if b"\0" in data:
-        return "is binary, it has NUL bytes: give a file of UTF-8 text"
-    text = codecs.getincrementaldecoder("utf8")("replace").decode(data)
-    bad = text.count("\ufffd")
-    if bad > LARGEST_BAD_SHARE * max(len(text), 1):
-        return (
-            f"looks binary or not UTF-8 ({bad:,} of its first {len(text):,} characters): save it as UTF-8, "
-            "for instance with iconv"
-        )
-    return ""
-
-
-def text_bytes(path: Path) -> int:
-    if path.suffix.lower() in TABLES:
-        pyarrow = _needed("pyarrow.parquet", f"{path.name} is a parquet file")
-        try:
-            metadata = pyarrow.ParquetFile(path).metadata
-        except Exception as error:
-            raise FullrankError(
-                f"{path} is no parquet file ({error}): write it again, or leave it out"
-            ) from error
-        return sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
-    return path.stat().st_size * COMPRESSED.get(path.suffix.lower(), 1)
-
-
-def table(path: Path, name: str, column: str) -> Iterator[str]:
-    parquet = _needed("pyarrow.parquet", f"{name} is a parquet file")
-    file = parquet.ParquetFile(path)
-    if column not in file.schema_arrow.names:
-        names = ", ".join(file.schema_arrow.names)
-        raise FullrankError(f"{name} has no column {column!r}, it has {names}: name one with --column")
-    for batch in file.iter_batches(batch_size=1024, columns=[column]):
-        for value in batch.column(0).to_pylist():
-            yield from _row(value, name, column)
-
-
-def _row(value: Any, name: str, column: str) -> Iterator[str]:
-    if value is None:
-        return
-    if not isinstance(value, str):
+    # An archive that is damaged, has a password, or is none at all: many kinds, none with a remedy.
+    except (tarfile.TarError, zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError) as error:
         raise FullrankError(
-            f"column {column!r} of {name} holds {type(value).__name__}, expected text: name another one with "
-            "--column"
+            f"{path} is no archive that can be read ({error}): is it whole? Write it again, or unpack it and "
+            "give the files"
+        ) from error
+
+
+def blocks(raw: BinaryIO, name: str, read: Read) -> Iterator[str]:
+    """The text of a plain file in blocks; raises where it turns out to be none."""
+    decoder = codecs.getincrementaldecoder("utf8")("replace")
+    characters = replaced = 0
+    file, first = decompressed(raw, name), True
+    while True:
+        try:
+            data = file.read(READ)
+        except Exception as error:
+            raise _broken(name, error) from error
+        if b"\0" in data:
+            raise FullrankError(f"{name} has NUL bytes, which no text has: give UTF-8 text")
+        if first:
+            data, first = data.removeprefix(codecs.BOM_UTF8), False
+        text = decoder.decode(data, final=not data)
+        characters += len(text)
+        replaced += text.count("\ufffd")
+        if text:
+            yield text
+        if not data:
+            break
+    if replaced > LARGEST_BAD_SHARE * max(characters, 1):
+        raise FullrankError(
+            f"{name} is not UTF-8 ({replaced:,} of {characters:,} characters): save it as UTF-8, for "
+            "instance with iconv"
         )
-    yield value
+    read.replaced += replaced
 
 
-def dataset(given: str, column: str) -> Iterator[str]:
-    datasets = _needed("datasets", f"{given} is no file here, so it is taken for a dataset", "datasets")
+def rows(raw: BinaryIO, name: str, field: str, chat: Chat | None) -> Iterator[str]:
+    """The documents of a file of JSON lines."""
+    file = iter(decompressed(raw, name))
+    number = 0
+    while True:
+        number += 1
+        try:
+            line = next(file, None)
+        except Exception as error:
+            raise _broken(name, error) from error
+        if line is None:
+            return
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if line.strip():
+            yield from row_of(line, name, number, field, chat)
+
+
+def row_of(line: bytes, name: str, number: int, field: str, chat: Chat | None) -> Iterator[str]:
+    """The document of one line of JSON, if its field is not null."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise FullrankError(
+            f"line {number} of {name} is no JSON ({error}): expected an object a line, such as "
+            '{"text": "..."}; give plain text another suffix'
+        ) from error
+    if not isinstance(row, dict):
+        raise FullrankError(
+            f"line {number} of {name} is a {type(row).__name__}, expected an object such as "
+            '{"text": "..."}; give plain text another suffix'
+        )
+    yield from _field(row, name, field, chat)
+
+
+def table(raw: BinaryIO, name: str, field: str, chat: Chat | None) -> Iterator[str]:
+    """The documents of a parquet file."""
+    file = _parquet(raw, name)
+    _require(field, file.schema_arrow.names, name)
+    for batch in file.iter_batches(batch_size=1024, columns=[field]):
+        for value in batch.column(0).to_pylist():
+            yield from _field({field: value}, name, field, chat)
+
+
+def dataset(given: str, field: str, chat: Chat | None, seed: int | None = None) -> Iterator[str]:
+    """The documents of NAME:CONFIG:SPLIT of the datasets library, streamed; with a seed in random order."""
+    datasets = needed("datasets", f"{given} is no file here, so it is taken for a dataset", "datasets")
     name, _, rest = given.partition(":")
     config, _, split = rest.partition(":")
     try:
         rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-        for row in rows:
-            if column not in row:
-                raise FullrankError(
-                    f"dataset {given} has no column {column!r}, it has {', '.join(row)}: name one with "
-                    "--column"
-                )
-            yield from _row(row[column], given, column)
+        for row in rows if seed is None else rows.shuffle(seed=seed, buffer_size=SHUFFLED):
+            yield from _field(row, f"dataset {given}", field, chat)
     except FullrankError:
         raise
     # The library and the hub raise many kinds.
@@ -179,12 +276,59 @@ def dataset(given: str, column: str) -> Iterator[str]:
         ) from error
 
 
-def dataset_digest(name: str) -> str:
-    _needed("datasets", f"{name} is no file here, so it is taken for a dataset", "datasets")
-    return hashlib.sha256(name.encode()).hexdigest()
+def _field(row: dict[str, Any], name: str, field: str, chat: Chat | None) -> Iterator[str]:
+    _require(field, row, name)
+    value = row[field]
+    if isinstance(value, list) and chat is not None:
+        value = chat(value)
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise FullrankError(
+            f"field {field!r} of {name} holds {type(value).__name__}, expected text: name another one, as "
+            "FILE#FIELD or with --column; a list of messages needs a tokenizer with a chat template"
+        )
+    yield value
 
 
-def _needed(module: str, why: str, package: str = "'fullrank[corpus]'") -> Any:
+def _require(field: str, there: Any, name: str) -> None:
+    if field not in there:
+        raise FullrankError(
+            f"{name} has no field {field!r}, it has {', '.join(there)}: name one, as FILE#FIELD or with "
+            "--column"
+        )
+
+
+def _parquet(raw: BinaryIO, name: str) -> Any:
+    parquet = needed("pyarrow.parquet", f"{name} is a parquet file")
+    try:
+        # Its end is read first, and only a file on disk can be read from its end.
+        plain = Path(name).suffix.lower() in TABLES and isinstance(getattr(raw, "raw", None), io.FileIO)
+        return parquet.ParquetFile(raw if plain else io.BytesIO(decompressed(raw, name).read()))
+    except Exception as error:
+        raise FullrankError(
+            f"{name} is no parquet file ({error}): write it again, or leave it out"
+        ) from error
+
+
+def needed(module: str, why: str, package: str = "'fullrank[corpus]'") -> Any:
+    """An optional library, or what to do to have it."""
     if importlib.util.find_spec(module.split(".")[0]) is None:
         raise FullrankError(f"{why}, which needs {module.split('.')[0]}: pip install {package}")
     return importlib.import_module(module)
+
+
+def _broken(name: str, error: Exception) -> FullrankError:
+    return FullrankError(f"{name} cannot be read on ({error}): is it whole? Copy it again, or leave it out")
+
+
+def _uncompressed(name: str) -> str:
+    return name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in COMPRESSED else name
+
+
+def _is_tar(name: str) -> bool:
+    return name.lower().endswith((*TARS, *(f".tar{suffix}" for suffix in COMPRESSED)))
+
+
+def _hidden(name: str) -> bool:
+    return any((part.startswith(".") and part != ".") or part == "__MACOSX" for part in Path(name).parts)

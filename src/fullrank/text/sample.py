@@ -1,254 +1,173 @@
-"""The text that a model is run on: files that a user gives, or English prose that every Python carries.
+"""Text to run a model on: drawn from everywhere in what a user named, the same every time.
 
-Files are UTF-8. A byte order mark is dropped and nothing else is changed: newlines and spaces are what the
-model would see. Bytes that are not UTF-8 become U+FFFD as long as they are rare; where more than 1% of the
-characters would, or where there are NUL bytes, the file is not text and is refused.
+The sources (`sources.py`) in a row are one text, documents parted by a blank line. `draw` takes n stretches
+of it, one from a random place in each of n parts of about one length. So every source counts by its size, no
+two stretches overlap, and the draw depends on nothing but the text, n, their length and the seed. A text that
+is hardly longer than what is wanted comes whole.
 
-The default text needs no network: the language reference that `help()` prints (pydoc_data.topics) and the
-longer docstrings of the standard library, read with `ast`, so that no module is run. It is about 1.5 million
-characters, the same for one Python version, and mixed by a fixed shuffle, so that any beginning of it is a
-sample of the whole. A paragraph that was there before is left out: the reference repeats itself, and the same
-one could stand in the tokens that a head is fitted on and again in those that it is judged on.
+Sources are read through once, but for large files of plain text or JSON lines, which are read only where a
+stretch lies. How long a text is that streams by is not known before: of the stretches seen so far every s-th
+is kept, and s doubles whenever there are too many. Of a dataset of the hub, which may have no end, enough is
+taken in the random order that its library gives.
 """
 
 from __future__ import annotations
 
-import ast
 import codecs
-import dataclasses
-import hashlib
-import inspect
-import os
+import itertools
 import random
-import sysconfig
-import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from fullrank.errors import FullrankError
+from fullrank.text import formats
+from fullrank.text import sources as reading
+from fullrank.text.documents import first_cut, last_cut
+from fullrank.text.formats import Chat
+from fullrank.text.sources import Source, Texts
 
-SUFFIXES = (".txt", ".md", ".rst")
-"""Files of a directory that are read as text."""
-
-LARGEST_BAD_SHARE = 0.01
-"""Of characters that could not be decoded."""
-
-PIECE = 6000
-"""Characters after which a long document of the default text is cut, so that none rules a short sample."""
-
-SHORTEST_DOCSTRING = 200
-"""Characters; shorter ones are labels."""
-
-SHORTEST_REPEAT = 60
-"""Characters from which on a repeated paragraph is left out; shorter ones are headings and lists."""
-
-SKIPPED_FOLDERS = {
-    "__phello__",
-    "__pycache__",
-    "dist-packages",
-    "ensurepip",
-    "idlelib",
-    "lib2to3",
-    "lib-dynload",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "turtledemo",
-}
-"""Tests, generated data, and what a distribution adds to the standard library."""
+LARGE = 32 << 20
+"""Bytes from which on a file is read only where a stretch lies."""
+BETWEEN = "\n\n"
+"""Parts documents."""
+MOST_NAMES = 20
+"""Sources that a record names."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Document:
-    """A text whose tokens may stand in one window."""
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Stretches of text in the order of the text."""
 
-    name: str
-    text: str
-
-
-def read(files: Sequence[Path], *, limit: int | None = None) -> list[Document]:
-    """The files' texts in order, cut after `limit` characters in all; a directory means its text files."""
-    if not files:
-        raise FullrankError("no text was given: name at least one file of text")
-    paths = [(path, given) for given in files for path in _expand(Path(given))]
-    documents: list[Document] = []
-    left = limit
-    for path, given in paths:
-        if left is not None and left <= 0:
-            break
-        text = _decode(path, left)
-        if text.strip():
-            documents.append(Document(name=str(path), text=text))
-            left = None if left is None else left - len(text)
-        elif path == Path(given):
-            raise FullrankError(f"{path} holds no text ({len(text)} blank characters): give a file with text")
-    if not documents:
-        raise FullrankError(f"{', '.join(map(str, files))} held no text: give files with text")
-    return documents
+    stretches: tuple[str, ...]
+    whole: bool
+    """Whether no more is to be had: all the text is in these stretches, or they lie side by side."""
+    sources: tuple[str, ...]
 
 
-def standard_library(*, limit: int | None = None) -> list[Document]:
-    """English prose about Python from the Python that runs this, cut after `limit` characters in all."""
-    documents: list[Document] = []
-    left = limit
-    for document in _mixed():
-        if left is not None:
-            if left <= 0:
+def draw(
+    names: Sequence[str | Path], *, count: int, characters: int, seed: int = 0, chat: Chat | None = None
+) -> Sample:
+    """`count` stretches of `characters` each from all over the texts; all of a short text."""
+    texts = reading.find(names)
+    large = [source for source in texts.sources if source.seekable and source.bytes > LARGE]
+    rest = [source for source in texts.sources if source not in large]
+    stream = _characters(texts, rest, chat, 4 * count * characters, seed)
+    streamed, stride, length = _streamed(stream, 2 * count, characters)
+    if stride == 1 and not large:
+        text = "".join(streamed)
+        if not text.strip():
+            raise FullrankError(f"{texts.name} holds no text, only blank lines: give text with words in it")
+        return Sample(stretches=(text,), whole=True, sources=_named(texts))
+    more = sum(source.bytes for source in large)
+    jitter = random.Random(seed)
+    # Every source by its size; of equal parts of what was kept one stretch each, so that none comes twice.
+    few = min(len(streamed), round(count * length / (length + more)))
+    bounds = [len(streamed) * number // max(few, 1) for number in range(few + 1)]
+    stretches = [streamed[jitter.randrange(low, high)] for low, high in itertools.pairwise(bounds)]
+    many = min(count - few, more // characters)
+    for number in range(many):
+        # Inside of its part with all its length.
+        place = int(more / many * number + jitter.random() * (more / many - characters))
+        for source in large:
+            if place < source.bytes:
+                stretches.append(_within(source, place, characters, chat))
                 break
-            document = dataclasses.replace(document, text=document.text[:left])
-            left -= len(document.text)
-        documents.append(document)
-    if not documents:
-        raise FullrankError(
-            "this Python carries neither pydoc_data nor the sources of its standard library, which are the "
-            "default text: give a file of text with --text"
-        )
-    return documents
+            place -= source.bytes
+    whole = 2 * count * characters > length + more
+    return Sample(stretches=tuple(stretches), whole=whole, sources=_named(texts))
 
 
-def sha256(documents: Sequence[Document]) -> str:
-    """Hash of the texts in order: of one document that of its UTF-8 bytes, several are parted by a NUL."""
-    digest = hashlib.sha256()
-    for index, document in enumerate(documents):
-        digest.update(b"\0" if index else b"")
-        digest.update(document.text.encode("utf8", "surrogatepass"))
-    return digest.hexdigest()
+def beginning(names: Sequence[str | Path], characters: int, chat: Chat | None = None) -> Sample:
+    """The first characters in order, for what must be read in order."""
+    texts = reading.find(names)
+    taken, left = [], characters
+    for text in _characters(texts, list(texts.sources), chat, characters):
+        taken.append(text[:left])
+        left -= len(text)
+        if left <= 0:
+            break
+    if not "".join(taken).strip():
+        raise FullrankError(f"{texts.name} holds no text, only blank lines: give text with words in it")
+    return Sample(stretches=("".join(taken),), whole=left > 0, sources=_named(texts))
 
 
-def _expand(path: Path) -> list[Path]:
-    path = Path(os.path.expanduser(path))
-    try:
-        if not path.is_dir():
-            if not path.exists():
-                raise FullrankError(f"no such text file: {path}; give the path of a UTF-8 text file")
-            return [path]
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    except OSError as error:
-        raise FullrankError(
-            f"{path} cannot be read ({error.strerror}): give a text file that you may read"
-        ) from error
-    if not found:
-        raise FullrankError(f"{path} is a directory without {', '.join(SUFFIXES)} files: give a file of text")
-    return found
+def _named(texts: Texts) -> tuple[str, ...]:
+    names = [source.name for source in texts.sources]
+    more = len(names) - MOST_NAMES
+    return (*names[:MOST_NAMES], *([f"and {more} more"] if more > 0 else []))
 
 
-def _decode(path: Path, limit: int | None) -> str:
-    try:
-        with path.open("rb") as file:
-            # A character takes at most 4 bytes, and the byte order mark 3: no more of a huge file is read.
-            data = file.read() if limit is None else file.read(4 * limit + 3)
-            at_end = limit is None or not file.read(1)
-    except OSError as error:
-        raise FullrankError(
-            f"{path} cannot be read ({error.strerror}): give a text file that you may read"
-        ) from error
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise FullrankError(f"{path} is UTF-16, expected UTF-8: save it as UTF-8")
-    # Incremental, because the cut may go through a character, which is no fault of the file.
-    text = codecs.getincrementaldecoder("utf8")("replace").decode(
-        data.removeprefix(codecs.BOM_UTF8), final=at_end
-    )
-    text = text if limit is None else text[:limit]
-    bad = text.count("\ufffd")
-    if "\0" in text or bad > LARGEST_BAD_SHARE * len(text):
-        found = "it has NUL bytes" if "\0" in text else f"{bad} of {len(text)} characters are not UTF-8"
-        raise FullrankError(f"{path} looks binary ({found}): give a UTF-8 text file")
-    return text
+def _characters(
+    texts: Texts, sources: list[Source], chat: Chat | None, limit: int, seed: int | None = None
+) -> Iterator[str]:
+    """The text of sources in a row; of a dataset, which may have no end, about so many characters."""
+    between = ""
+    for dataset, group in itertools.groupby(sources, lambda source: source.kind == "dataset"):
+        for source in group if dataset else ():
+            taken = 0
+            for row in formats.dataset(source.path, source.field, chat, seed):
+                yield between + row
+                between, taken = BETWEEN, taken + len(row)
+                if taken > limit:
+                    break
+        if not dataset:
+            for fragment in reading.fragments(replace(texts, sources=tuple(group)), chat=chat):
+                yield between if fragment.begins else ""
+                yield fragment.text
+                between = BETWEEN
 
 
-def _mixed() -> Iterator[Document]:
-    """Pieces of the reference and docstrings of modules, in an order that is the same every time."""
-    seen: set[str] = set()
-    topics = _topics()
-    root, sources = _sources()
-    # One shuffle over names of both kinds. A file is parsed when its turn comes: the whole takes seconds.
-    order: list[tuple[str, str | Path]] = [
-        (f"pydoc_data.topics {name}, part {index + 1}", piece)
-        for name, text in topics
-        for index, piece in enumerate(_pieces(text))
-    ]
-    order += [(path.relative_to(root).as_posix(), path) for path in sources]
-    random.Random(0).shuffle(order)
-    for name, content in order:
-        texts = [content] if isinstance(content, str) else _pieces("\n\n".join(_docstrings(content)))
-        for text in texts:
-            fresh = _fresh(text, seen)
-            if len(fresh) >= SHORTEST_DOCSTRING:
-                yield Document(name=name, text=fresh + "\n")
+def _streamed(texts: Iterator[str], most: int, characters: int) -> tuple[list[str], int, int]:
+    """Every s-th stretch of a stream, at most so many; s; and the length of the stream."""
+    kept: list[str] = []
+    stride, number, length, pending = 1, 0, 0, ""
+
+    def take(stretch: str) -> None:
+        nonlocal kept, stride, number
+        if number % stride == 0:
+            kept.append(stretch)
+        if len(kept) > most:
+            kept, stride = kept[::2], 2 * stride
+        number += 1
+
+    for text in texts:
+        length += len(text)
+        pending += text
+        start = 0
+        while len(pending) - start >= 2 * characters:
+            end = start + (last_cut(pending[start : start + characters]) or characters)
+            take(pending[start:end])
+            start = end
+        pending = pending[start:]
+    if pending:
+        take(pending)
+    return kept, stride, length
 
 
-def _topics() -> list[tuple[str, str]]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        return []
-    return sorted((name, text) for name, text in topics.items() if isinstance(text, str))
+def _within(source: Source, place: int, characters: int, chat: Chat | None) -> str:
+    """So many characters of a large file from about a place on, or before its end."""
+    with formats.opened(Path(source.path)) as file:
+        file.seek(max(0, min(place, source.bytes - 4 * characters)))
+        if source.kind == "rows":
+            text = BETWEEN.join(_rows(file, source, characters, chat))
+        else:
+            data = file.read(4 * characters + 4)
+            text = codecs.getincrementaldecoder("utf8")("ignore").decode(data)
+    if "\0" in text:
+        raise FullrankError(f"{source.name} has NUL bytes, which no text has: give UTF-8 text")
+    text = text[first_cut(text) :]
+    return text[: last_cut(text[:characters]) or characters]
 
 
-def _sources() -> tuple[Path, list[Path]]:
-    root = Path(sysconfig.get_path("stdlib"))
-    if not root.is_dir():
-        return root, []
-    found: list[Path] = []
-    folders = [root]
-    while folders:
-        # By hand, because rglob would walk through site-packages and the tests first and drop them then.
-        try:
-            entries = sorted(folders.pop().iterdir())
-        except OSError:
-            continue
-        for entry in entries:
-            if entry.suffix == ".py":
-                found.append(entry)
-            elif entry.name not in SKIPPED_FOLDERS and "." not in entry.name and entry.is_dir():
-                folders.append(entry)
-    return root, sorted(found)
-
-
-def _docstrings(path: Path) -> Iterator[str]:
-    try:
-        with warnings.catch_warnings():
-            # Old sources may hold escapes that the parser warns about: no concern of our user.
-            warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node, clean=False)
-            if text is not None and len(text) >= SHORTEST_DOCSTRING:
-                yield inspect.cleandoc(text)
-
-
-def _paragraphs(text: str) -> Iterator[str]:
-    """Blocks between blank lines, without tables and interpreter sessions, which are no prose."""
-    for block in text.replace("\r\n", "\n").split("\n\n"):
-        block = block.strip("\n").rstrip()
-        first = block.lstrip()
-        if first and not first.startswith((">>>", "...", "+-", "|", "===")):
-            yield block
-
-
-def _pieces(text: str) -> list[str]:
-    """The text cut between paragraphs into parts of about PIECE characters."""
-    pieces: list[list[str]] = [[]]
-    size = 0
-    for paragraph in _paragraphs(text):
-        if size + len(paragraph) > PIECE and pieces[-1]:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(paragraph)
-        size += len(paragraph)
-    return ["\n\n".join(piece) for piece in pieces if piece]
-
-
-def _fresh(text: str, seen: set[str]) -> str:
-    """The text without the paragraphs that were seen before."""
-    kept = []
-    for paragraph in text.split("\n\n"):
-        key = " ".join(paragraph.split())
-        if len(key) < SHORTEST_REPEAT or key not in seen:
-            seen.add(key)
-            kept.append(paragraph)
-    return "\n\n".join(kept)
+def _rows(file: BinaryIO, source: Source, characters: int, chat: Chat | None) -> Iterator[str]:
+    if file.tell():
+        file.readline()
+    left = 2 * characters
+    for line in file:
+        for text in formats.row_of(line, source.name, 0, source.field, chat):
+            yield text
+            left -= len(text)
+        if left <= 0:
+            return

@@ -17,8 +17,14 @@ class DataConfig:
     bpe_size: int = 8192
     """Entries of a BPE vocabulary that is trained on the training split."""
     tokenizer: str = ""
-    """A tokenizer.json to use instead of training one (level=bpe)."""
+    """To use instead of training one (level=bpe): a tokenizer.json, a model's directory, a .gguf file or a
+    hub name. Rows of messages, FILE#messages, become text by its chat template."""
+    vocabulary_size: int = 0
+    """Ids of a BPE vocabulary at least, where a matrix is to have more rows than the tokenizer has entries;
+    the ids of --tokens without a tokenizer."""
+    documents: Literal["file", "line", "blank"] = "file"
+    """What a document is in a file of plain text: the file, a line, or what stands between blank lines."""
     valid_share: float = 0.05
-    """Of the lines, the part that becomes the validation split where none is given."""
+    """Of every source, the part before its end that becomes the validation split where none is given."""
     test_share: float = 0.05
-    """Of the lines, the part that becomes the test split where none is given."""
+    """Of every source, the end that becomes the test split where none is given."""

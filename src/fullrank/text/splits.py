@@ -1,26 +1,30 @@
-"""Which bytes of which files are the training, validation and test text.
+"""Which text is for training, which for validation, which for the test.
 
-Splits come from file names or from lines:
-
-- One directory, or files, with names like train.txt, wiki.valid.tokens, test-2.txt: a word of the name says
-  which split a file is (train, training; valid, validation, val, dev; test). Two of the three without the
-  third is an error; one alone says nothing. Other files of that directory are not read.
-- Anything else: all text files, directories recursively and in the order of their paths, hidden ones and
-  binary ones left out. Their lines, in order, are cut into three contiguous blocks: the last `test_share`
-  of the lines is the test split, the `valid_share` before it the validation split, the rest is trained on.
+- One directory or archive, or files, with names like train.txt, wiki.valid.tokens, test-2.jsonl.gz, or
+  datasets NAME:CONFIG:SPLIT: a word of the name says which split a source is (train, training; valid,
+  validation, val, dev; test). Two of the three without the third is an error; one alone says nothing. Other
+  files of that directory are not read.
+- Anything else: the last `test_share` of every source is the test split, the `valid_share` before it the
+  validation split, the rest is trained on, so that all three are of all sources. What is counted are the
+  lines of plain text, else documents (rows, or what `documents` says). Many small files are dealt out whole.
+  A dataset, whose end is not known, is cut so in every stretch of a thousand rows.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from fullrank.errors import FullrankError
-from fullrank.text.files import NoTextError, Part, TextFile, offset, survey
+from fullrank.text import formats
+from fullrank.text import sources as reading
+from fullrank.text.documents import Fragment, Read, parted
+from fullrank.text.formats import Chat
 from fullrank.text.settings import DataConfig
+from fullrank.text.sources import Named, Source, Texts
 
 SPLITS = ("train", "valid", "test")
 ROLES = {
@@ -32,179 +36,177 @@ ROLES = {
     "dev": "valid",
     "test": "test",
 }
+MANY = 100
+"""Files from which on each is in one split as a whole."""
+STRETCH = 1000
+"""Rows of a dataset that are cut together."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sources:
-    """The text of a corpus, surveyed."""
+class Plan:
+    """How texts are cut into splits."""
 
-    splits: dict[str, tuple[Part, ...]]
-    files: tuple[tuple[str, int, str], ...]
-    """Name, bytes and sha256 of every file, in order."""
-    split_by: str
+    by: str
     """Either names or lines."""
-    skipped: tuple[str, ...]
-    """Names of files in a directory that are no text."""
-
-
-def find(
-    sources: Sequence[Path], config: DataConfig, warn: Callable[[str], None] = lambda message: None
-) -> Sources:
-    """Survey files and directories; every byte is read once, for its hash and to see that it is text."""
-    given = list(dict.fromkeys(Path(os.path.expanduser(path)) for path in sources))
-    if not given:
-        raise FullrankError("no data was given: name a directory or files of text with --data")
-    for path in given:
-        if not path.exists():
-            raise FullrankError(f"no such data: {path}; give a directory or files of text")
-        if not path.is_dir() and not path.is_file():
-            raise FullrankError(f"{path} is no regular file: save the text to a file and give that")
-    roles = _roles(given)
-    if roles:
-        return _by_names(roles)
-    return _by_lines(given, config, warn)
+    bounds: tuple[tuple[int, int] | None, ...]
+    """Of every source where validation and test begin, in its lines or documents; None for a dataset."""
+    whole: bool
+    """Whether files are dealt out whole: the bounds are 0 or 1 then."""
 
 
 def role(name: str) -> str | None:
-    """The split that a file's name says, if any."""
-    for word in re.split("[^a-z]+", name.lower()):
+    """The split that a file's or a dataset's name says, if any."""
+    if reading.DATASET.fullmatch(name) and name.count(":") == 2:
+        name = name.rpartition(":")[2]
+    for word in re.split("[^a-z]+", name.rpartition("/")[2].lower()):
         if word in ROLES:
             return ROLES[word]
     return None
 
 
-def _roles(given: list[Path]) -> dict[str, list[Path]]:
-    """Files by split, where their names say so; empty where they do not."""
-    directory = given[0] if len(given) == 1 and given[0].is_dir() else None
-    if directory is not None:
-        candidates = [path for path in _listed(directory, recursive=False) if role(path.name)]
-    else:
-        candidates = given
-        if any(path.is_dir() or role(path.name) is None for path in given):
-            return {}
-    found: dict[str, list[Path]] = {}
-    for path in candidates:
-        found.setdefault(role(path.name) or "", []).append(path)
-    if len(found) < 2:
-        return {}
+def chosen(found: list[Named], given: Sequence[str | Path]) -> list[Named]:
+    """Of all that was listed, the files whose names say their split; all where the names say nothing."""
+    directory = len(given) == 1 and not any(one.given for one in found)
+    candidates = [one for one in found if role(one.name) and not (directory and "/" in one.name)]
+    roles = {role(one.name) for one in candidates}
+    if (not directory and len(candidates) < len(found)) or len(roles) < 2:
+        return found
+    files: dict[str | None, str] = {}
+    for one in candidates:
+        files.setdefault(role(one.name), one.name)
     for split in SPLITS:
-        if split not in found:
-            present = " and ".join(f"{name} ({found[name][0].name})" for name in SPLITS if name in found)
+        if split not in files:
+            present = " and ".join(f"{name} ({files[name]})" for name in SPLITS if name in files)
             raise FullrankError(
-                f"{directory or 'the data'} has a split for {present}, none for {split}: add a file "
-                f"{split}.txt, or give files with other names to have them split by lines"
+                f"{given[0] if directory else 'the data'} has a split for {present}, none for {split}: add a "
+                f"file {split}.txt, or give files with other names to have them split by lines"
             )
-    return found
+    return sorted(candidates, key=lambda one: SPLITS.index(role(one.name) or ""))
 
 
-def _by_names(roles: dict[str, list[Path]]) -> Sources:
-    splits: dict[str, tuple[Part, ...]] = {}
-    files: list[TextFile] = []
-    skipped: list[str] = []
-    for split in SPLITS:
-        surveyed = []
-        for path in roles[split]:
-            try:
-                surveyed.append(survey(path, path.name))
-            except NoTextError as error:
-                # train.txt.gz beside train.txt is no mistake, a train.txt in Latin-1 is one.
-                if not error.binary or len(roles[split]) == 1:
-                    raise
-                skipped.append(path.name)
-        if not any(file.size > file.start for file in surveyed):
-            names = ", ".join(str(path) for path in roles[split])
-            raise FullrankError(f"the {split} split is empty ({names}): give a file with text")
-        files += surveyed
-        splits[split] = tuple(_whole(file) for file in surveyed if file.size > file.start)
-    return Sources(splits=splits, files=_named(files), split_by="names", skipped=tuple(skipped))
-
-
-def _by_lines(given: list[Path], config: DataConfig, warn: Callable[[str], None]) -> Sources:
-    files: list[TextFile] = []
-    skipped: list[str] = []
-    seen: set[Path] = set()
-    for path in given:
-        inside = [path] if path.is_file() else _listed(path, recursive=True)
-        for file in inside:
-            # The same text twice would stand in the training split and be judged on again.
-            if file.resolve() in seen:
-                continue
-            seen.add(file.resolve())
-            name = file.name if file == path else file.relative_to(path).as_posix()
-            try:
-                files.append(survey(file, name))
-            except NoTextError as error:
-                if file == path:
-                    raise
-                skipped.append(name)
-                if not error.binary:
-                    warn(f"left out: {error}")
-    files = [file for file in files if file.size > file.start]
-    if not files:
-        also = f"; {len(skipped)} files are no UTF-8 text ({skipped[0]})" if skipped else ""
-        raise FullrankError(f"{', '.join(map(str, given))} holds no text{also}: give files of UTF-8 text")
-    total = sum(file.lines for file in files)
-    sizes = _sizes(total, config)
-    splits: dict[str, tuple[Part, ...]] = {}
-    first = 0
-    for split in SPLITS:
-        splits[split] = tuple(_lines(files, first, first + sizes[split]))
-        first += sizes[split]
-    return Sources(splits=splits, files=_named(files), split_by="lines", skipped=tuple(skipped))
-
-
-def _sizes(total: int, config: DataConfig) -> dict[str, int]:
-    """Lines of each split."""
+def plan(texts: Texts, config: DataConfig, chat: Chat | None = None) -> Plan:
+    """Sources that all say their split are that split; others are cut, after a count of what they hold."""
+    roles = [role(source.name) for source in texts.sources]
+    if set(SPLITS) <= set(roles) and None not in roles:
+        for split in SPLITS:
+            own = [source for source, one in zip(texts.sources, roles, strict=True) if one == split]
+            if not any(source.bytes or source.kind == "dataset" for source in own):
+                names = ", ".join(source.name for source in own)
+                raise FullrankError(f"the {split} split is empty ({names}): give a file with text")
+        end = 1 << 62
+        places = {"train": (end, end), "valid": (0, end), "test": (0, 0)}
+        return Plan(by="names", bounds=tuple(places[one or "train"] for one in roles), whole=False)
     for name, share in (("valid_share", config.valid_share), ("test_share", config.test_share)):
         if not 0 < share < 1:
             raise FullrankError(
                 f"data.{name}={share:g} leaves a split empty: expected more than 0, less than 1"
             )
-    test = max(1, round(total * config.test_share))
-    valid = max(1, round(total * config.valid_share))
+    plain = texts.documents == "file" and all(source.kind == "text" for source in texts.sources)
+    whole = plain and len(texts.sources) >= MANY
+    counts = [
+        None if source.kind == "dataset" else 1 if whole else _count(source, raw, texts, chat)
+        for source, raw in reading.opened(texts.sources)
+    ]
+    return Plan(by="lines", bounds=tuple(_cut(counts, config)), whole=whole)
+
+
+def _count(source: Source, raw: BinaryIO, texts: Texts, chat: Chat | None) -> int:
+    if source.kind != "text":
+        return sum(1 for row in reading.rows(source, raw, chat) if row.strip())
+    blocks = formats.blocks(raw, source.name, Read())
+    if texts.documents != "file":
+        return sum(fragment.begins for fragment in parted(blocks, texts.documents, Read()))
+    lines, last = 0, "\n"
+    for block in blocks:
+        lines += block.count("\n")
+        last = block[-1]
+    return lines + (last != "\n")
+
+
+def _cut(counts: list[int | None], config: DataConfig) -> Iterator[tuple[int, int] | None]:
+    """Where validation and test begin in each source: shares of the sum so far, so that small ones count."""
+    total = sum(count for count in counts if count is not None)
+    test, valid = (max(1, round(total * share)) for share in (config.test_share, config.valid_share))
     train = total - valid - test
-    if train < 1:
+    if train < 1 and None not in counts:
         raise FullrankError(
-            f"{total} lines leave {max(train, 0)} for training beside {valid} for validation and {test} for "
-            "test: give more lines, smaller data.valid_share and data.test_share, or a directory with "
-            "train.txt, valid.txt and test.txt"
+            f"{total} lines or documents leave {max(train, 0)} for training beside {valid} for validation "
+            f"and {test} for test: give more, smaller data.valid_share and data.test_share, or a directory "
+            "with train.txt, valid.txt and test.txt"
         )
-    return {"train": train, "valid": valid, "test": test}
-
-
-def _lines(files: list[TextFile], first: int, last: int) -> Iterator[Part]:
-    """Lines first to last (from 0, the last not included) of all files in a row, as parts."""
-    before = 0
-    for file in files:
-        low, high = max(first - before, 0), min(last - before, file.lines)
-        before += file.lines
-        if low >= high:
+    before = tested = validated = 0
+    for count in counts:
+        if count is None:
+            yield None
             continue
-        start, stop = offset(file, low), offset(file, high)
-        yield Part(
-            path=file.path, name=file.name, start=start, stop=stop, first_line=low + 1, lines=high - low
-        )
+        before += count
+        # Rounded down and to the nearest, so that a source of one line is not owed to both.
+        own_test = min(test * before // max(total, 1) - tested, count)
+        tested += own_test
+        own_valid = min((2 * valid * before + total) // max(2 * total, 1) - validated, count - own_test)
+        validated += own_valid
+        yield count - own_test - own_valid, count - own_test
 
 
-def _listed(directory: Path, *, recursive: bool) -> list[Path]:
-    try:
-        entries = directory.rglob("*") if recursive else directory.iterdir()
-        return sorted(
-            path
-            for path in entries
-            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(directory).parts)
-        )
-    except OSError as error:
-        raise FullrankError(
-            f"{directory} cannot be read ({error.strerror}): give a directory that you may read"
-        ) from error
+def assigned(
+    texts: Texts, made: Plan, config: DataConfig, read: Read, chat: Chat | None = None
+) -> Iterator[tuple[str, Source, int, Fragment]]:
+    """Every fragment with its split, its source and its line there, or the number of its row."""
+    bounds = dict(zip(texts.sources, made.bounds, strict=True))
+    for source, raw in reading.opened(texts.sources):
+        cut = bounds[source] or _stretch(config)
+        if source.kind == "text" and texts.documents == "file":
+            lines = _Lines(formats.blocks(raw, source.name, read))
+            ends: Sequence[int | None] = (*cut, None)
+            if made.whole:
+                # One line is the whole file: it is in the split of line 0.
+                ends = [None if SPLITS[index] == _split(0, cut) else 0 for index in range(3)]
+            for split, end in zip(SPLITS, ends, strict=True):
+                line = lines.number + 1
+                for fragment in parted(lines.until(end), "file", read):
+                    yield split, source, line, fragment
+                    line += fragment.text.count("\n")
+            continue
+        if source.kind == "text":
+            documents = parted(formats.blocks(raw, source.name, read), texts.documents, read)
+        else:
+            rows = reading.rows(source, raw, chat)
+            documents = (fragment for row in rows for fragment in parted(iter([row]), "file", read))
+        number = -1
+        for fragment in documents:
+            number += fragment.begins
+            place = number if bounds[source] else number % STRETCH
+            yield _split(place, cut), source, number + 1, fragment
 
 
-def _whole(file: TextFile) -> Part:
-    return Part(
-        path=file.path, name=file.name, start=file.start, stop=file.size, first_line=1, lines=file.lines
-    )
+def _stretch(config: DataConfig) -> tuple[int, int]:
+    test = STRETCH - max(1, round(STRETCH * config.test_share))
+    return test - max(1, round(STRETCH * config.valid_share)), test
 
 
-def _named(files: list[TextFile]) -> tuple[tuple[str, int, str], ...]:
-    return tuple((file.name, file.size, file.sha256) for file in files)
+def _split(number: int, cut: tuple[int, int]) -> str:
+    return SPLITS[(number >= cut[0]) + (number >= cut[1])]
+
+
+class _Lines:
+    """Blocks of text, given out up to one line after another."""
+
+    def __init__(self, blocks: Iterator[str]) -> None:
+        self.number = 0
+        """Lines that were given out."""
+        self._blocks, self._rest = blocks, ""
+
+    def until(self, end: int | None) -> Iterator[str]:
+        """The text before line `end`, from 0; all that is left without one."""
+        while end is None or self.number < end:
+            text = self._rest or next(self._blocks, "")
+            if not text:
+                return
+            count, self._rest = text.count("\n"), ""
+            if end is not None and count >= end - self.number:
+                place = 0
+                for _ in range(end - self.number):
+                    place = text.index("\n", place) + 1
+                text, self._rest, count = text[:place], text[place:], end - self.number
+            self.number += count
+            yield text

@@ -11,6 +11,7 @@ a text are text. A tokeniser is kept in a folder, from which the processes that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -25,7 +26,14 @@ from numpy.typing import NDArray
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
 from fullrank.text import vocabulary as vocabularies
-from fullrank.text.vocabulary import LEAST_BPE, Bpe, Bytes, Vocabulary, Words
+from fullrank.text.vocabulary import (
+    LEAST_BPE,
+    TOKENIZER_FILE,
+    Bpe,
+    Bytes,
+    Vocabulary,
+    Words,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -119,9 +127,9 @@ def build(
             )
         return Tokeniser(name=name, vocabulary=words)
     if match := TRAINED.fullmatch(name):
-        sample = _sampled(_watched(texts(), characters, progress), characters)
+        sample = sampled(_watched(texts(), characters, progress), characters)
         return Tokeniser(name=name, vocabulary=Bpe.train(sample, int(match[1])))
-    return Tokeniser(name=Path(name).name or name, vocabulary=Bpe(_loaded(name), eos=0))
+    return Tokeniser(name=Path(name).name or name, vocabulary=Bpe(loaded(name)[0], eos=0))
 
 
 def _watched(texts: Iterable[str], characters: int, progress: Callable[[float], None]) -> Iterator[str]:
@@ -132,42 +140,105 @@ def _watched(texts: Iterable[str], characters: int, progress: Callable[[float], 
         progress(min(1.0, read / max(characters, 1)))
 
 
-def _sampled(texts: Iterable[str], characters: int) -> Iterator[str]:
+def sampled(texts: Iterable[str], characters: int) -> Iterator[str]:
     """Every so manieth fragment, so that about TRAINING_TEXT characters of all are taken."""
-    share, owed = min(1.0, TRAINING_TEXT / max(characters, 1)), 0.0
+    share, owed, taken = min(1.0, TRAINING_TEXT / max(characters, 1)), 0.0, 0
     for text in texts:
         owed += share * len(text)
         if share == 1.0 or owed >= len(text) / 2:
             yield text
             owed -= len(text)
+            taken += len(text)
+        # A dataset does not say how long it is.
+        if taken > 2 * TRAINING_TEXT:
+            return
 
 
-def _loaded(name: str) -> Tokenizer:
+def loaded(name: str) -> tuple[Tokenizer, str]:
+    """A tokenizer by its file, directory or name, and the token that ends a text where that is said."""
     path = Path(os.path.expanduser(name))
     try:
+        from tokenizers import Tokenizer
+
         if path.is_file() and path.suffix == ".json":
-            from tokenizers import Tokenizer
-
-            return Tokenizer.from_str(path.read_text(encoding="utf8"))
-        if path.is_file() and path.suffix.lower() == ".gguf":
-            return _fast(_auto(str(path.parent), gguf_file=path.name), name)
-        if path.is_dir():
-            if (path / "tokenizer.json").is_file():
-                from tokenizers import Tokenizer
-
-                return Tokenizer.from_file(str(path / "tokenizer.json"))
-            return _fast(_auto(str(path)), name)
-        if path.exists():
-            raise FullrankError(f"{name} is no tokenizer: give {KINDS}")
-        return _fast(_auto(name, local_files_only=not _reached(name)), name)
+            return Tokenizer.from_file(str(path)), ""
+        if (path / TOKENIZER_FILE).is_file():
+            return Tokenizer.from_file(str(path / TOKENIZER_FILE)), _end(path)
+        found = _transformers(name)
     except FullrankError:
         raise
     # transformers, tokenizers and the hub raise many kinds; all mean that there is no such tokeniser.
     except Exception as error:
-        lines = str(error).strip().splitlines() or ["no reason was given"]
+        raise _no_tokenizer(name, error) from error
+    backend = getattr(found, "backend_tokenizer", None)
+    if backend is None:
         raise FullrankError(
-            f"tokenizer {name} cannot be loaded ({type(error).__name__}: {lines[0]}): give {KINDS}"
-        ) from error
+            f"tokenizer {name} is no fast one (a {type(found).__name__}): give one with a tokenizer.json"
+        )
+    return backend, found.eos_token or ""
+
+
+def chat_of(name: str) -> Template | None:
+    """The same by the tokenizer's name."""
+    path = Path(os.path.expanduser(name))
+    if not name or (path.is_file() and path.suffix == ".json"):
+        return None
+    try:
+        return template_of(_transformers(name))
+    except FullrankError:
+        raise
+    except Exception as error:
+        raise _no_tokenizer(name, error) from error
+
+
+class Template:
+    """The chat template of a tokenizer of transformers, as a function."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.text = str(tokenizer.chat_template)
+        self._tokenizer = tokenizer
+
+    def __call__(self, messages: list[Any]) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False)
+        # A template is a program of its own, and raises what it likes.
+        except Exception as error:
+            raise FullrankError(
+                f"the chat template fails on {str(messages)[:60]!r} ({error}): expected messages such as "
+                '{"role": "user", "content": "..."}'
+            ) from error
+
+
+def template_of(tokenizer: Any) -> Template | None:
+    """What makes a text of a conversation, if the tokenizer has a chat template."""
+    return Template(tokenizer) if getattr(tokenizer, "chat_template", None) else None
+
+
+def _end(directory: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        said = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf8")).get("eos_token")
+        return (said.get("content") if isinstance(said, dict) else said) or ""
+    return ""
+
+
+def _no_tokenizer(name: str, error: Exception) -> FullrankError:
+    lines = str(error).strip().splitlines() or ["no reason was given"]
+    return FullrankError(
+        f"tokenizer {name} cannot be loaded ({type(error).__name__}: {lines[0]}): give {KINDS}"
+    )
+
+
+def _transformers(name: str) -> Any:
+    path = Path(os.path.expanduser(name))
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _auto(str(path.parent), gguf_file=path.name)
+    if path.is_dir():
+        return _auto(str(path))
+    if path.exists() or path.suffix == ".json":
+        raise FullrankError(
+            f"{name} is {'no' if path.exists() else 'not there as a'} tokenizer: give {KINDS}"
+        )
+    return _auto(name, local_files_only=not _reached(name))
 
 
 def _reached(name: str) -> bool:
@@ -195,15 +266,6 @@ def _auto(name: str, **options: Any) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     finally:
         logging.set_verbosity(level)
-
-
-def _fast(tokenizer: Any, name: str) -> Tokenizer:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise FullrankError(
-            f"tokenizer {name} is no fast one (a {type(tokenizer).__name__}): give one with a tokenizer.json"
-        )
-    return backend
 
 
 def tokens_per_character(tokeniser: Tokeniser, texts: Sequence[str]) -> float:

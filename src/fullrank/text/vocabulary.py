@@ -4,6 +4,7 @@
     words   the types, <eos> one     one <eos> after every line        <unk>, if the text has that word
     bytes   257                      id 256 after every document       none
     bpe     as trained or loaded     one after every document          none in a byte-level one
+    ids     as said                  as said                           (tokens that came without a tokeniser)
 
 A word is what str.split() makes: what stands between any whitespace. A line ends with "\\n"; a last line
 without one is a line too. Words have ids in the order in which they first appear, train before valid before
@@ -44,6 +45,18 @@ ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|end|>", 
 """Names of the special token that ends a text, the most usual first."""
 
 
+class Passage(NamedTuple):
+    """A document, or a fragment of one, on its way to tokens."""
+
+    text: str
+    ends: bool
+    """Whether the document ends with it."""
+    name: str
+    """Of its file, for errors."""
+    line: int
+    """Its first line in that file, from 1."""
+
+
 class Piece(NamedTuple):
     """Token ids of a part of a text."""
 
@@ -71,6 +84,11 @@ class Vocabulary(ABC):
         self, blocks: Iterable[str], *, end: bool = True, name: str = "", line: int = 1
     ) -> Iterator[Piece]:
         """The ids of one document in blocks that are cut between words; name and line are for errors."""
+
+    def pieces(self, passages: Sequence[Passage]) -> Iterator[Piece]:
+        """The ids of many passages, in pieces of any size, in order."""
+        for text, ends, name, line in passages:
+            yield from self.stream([text], end=ends, name=name, line=line)
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -213,14 +231,19 @@ class Bpe(Vocabulary):
 
     level = "bpe"
 
-    def __init__(self, tokenizer: Tokenizer, eos: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos: int, *, size: int = 0, marked: bool = False) -> None:
         self.tokenizer = tokenizer
-        # A file may ask for either; both would change a text. And a text must not be able to end itself.
+        # A file may ask for either; both would change a text.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True
+        self.marked = marked
+        """Whether special tokens in a text are special, as those of a chat template are; else they are text:
+        a text must not be able to end itself."""
+        tokenizer.encode_special_tokens = not marked
         # Ids may have holes, so the number of entries would be too small.
-        self.size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.own_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.size = max(self.own_size, size)
+        """With ids that no text has, where a matrix is to have a round number of rows."""
         self.eos = eos
         unknown = getattr(tokenizer.model, "unk_token", None)
         self.unknown = tokenizer.token_to_id(unknown) if isinstance(unknown, str) else None
@@ -248,19 +271,20 @@ class Bpe(Vocabulary):
         return cls(tokenizer, 0)
 
     @classmethod
-    def read(cls, path: Path) -> Bpe:
-        """From a tokenizer.json; its token that ends a text is found by name."""
-        tokenizer = _tokenizer(path)
+    def loaded(
+        cls, tokenizer: Tokenizer, name: str, end: str = "", *, size: int = 0, marked: bool = False
+    ) -> Bpe:
+        """Of a tokenizer that others made; a token that ends a text is found by name where it is not said."""
         special = {
             token.content: index
             for index, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
+            if token.special or token.content == end
         }
-        for name in ENDS:
-            if name in special:
-                return cls(tokenizer, special[name])
+        for known in (end, *ENDS):
+            if known in special:
+                return cls(tokenizer, special[known], size=size, marked=marked)
         raise FullrankError(
-            f"{path} has no special token that ends a text (it has {', '.join(special) or 'none at all'}, "
+            f"{name} has no special token that ends a text (it has {', '.join(special) or 'none at all'}, "
             f"expected one of {', '.join(ENDS)}): add {END} to it, or leave data.tokenizer empty to train one"
         )
 
@@ -270,12 +294,34 @@ class Bpe(Vocabulary):
         for block in blocks:
             encoding = self.tokenizer.encode_batch_fast([block], add_special_tokens=False)[0]
             ids = np.array(encoding.ids, dtype=np.int64)
-            yield Piece(ids, 0 if self.unknown is None else int(np.count_nonzero(ids == self.unknown)))
+            yield Piece(ids, self._unknown(ids))
         if end:
             yield Piece(np.array([self.eos]), 0)
 
+    def pieces(self, passages: Sequence[Passage]) -> Iterator[Piece]:
+        # At once, so that the library's own threads share them out.
+        texts = [passage.text for passage in passages]
+        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for passage, encoding in zip(passages, found, strict=True):
+            ids = np.array([*encoding.ids, self.eos] if passage.ends else encoding.ids, dtype=np.int64)
+            yield Piece(ids, self._unknown(ids))
+
+    def _unknown(self, ids: np.ndarray) -> int:
+        return 0 if self.unknown is None else int(np.count_nonzero(ids == self.unknown))
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(self._checked(ids), skip_special_tokens=True)
+
+    def byte_lengths(self) -> np.ndarray:
+        """Bytes of text that each id stands for: exact in a byte-level tokenizer, else by its text alone."""
+        exact = type(self.tokenizer.decoder).__name__ == "ByteLevel"
+        lengths = np.zeros(self.size, dtype=np.int64)
+        for token, index in self.tokenizer.get_vocab(with_added_tokens=False).items():
+            # A letter of a byte-level token is a byte.
+            lengths[index] = len(token) if exact else len(self.tokenizer.decode([index]).encode())
+        for index, added in self.tokenizer.get_added_tokens_decoder().items():
+            lengths[index] = 0 if added.special else len(added.content.encode())
+        return lengths
 
     def token(self, index: int) -> str:
         text = self.tokenizer.decode(self._checked([index]), skip_special_tokens=False)
@@ -283,11 +329,41 @@ class Bpe(Vocabulary):
         return text if text and "\ufffd" not in text else self.tokenizer.id_to_token(index) or f"<{index}>"
 
     def to_json(self) -> dict[str, Any]:
-        return {"level": self.level, "eos": self.eos, "tokenizer": json.loads(self.tokenizer.to_str())}
+        return {**self._settings(), "tokenizer": json.loads(self.tokenizer.to_str())}
 
     def save(self, folder: Path) -> None:
         write_whole(folder / TOKENIZER_FILE, self.tokenizer.to_str(pretty=True) + "\n")
-        write_whole(folder / FILE, json.dumps({"level": self.level, "eos": self.eos}) + "\n")
+        write_whole(folder / FILE, json.dumps(self._settings()) + "\n")
+
+    def _settings(self) -> dict[str, Any]:
+        padded = {"size": self.size} if self.size > self.own_size else {}
+        return {"level": self.level, "eos": self.eos, **padded, **({"marked": True} if self.marked else {})}
+
+
+class Numbers(Vocabulary):
+    """Ids that came without a tokeniser."""
+
+    level = "ids"
+
+    def __init__(self, size: int, eos: int) -> None:
+        self.size, self.eos = size, eos
+
+    def stream(
+        self, blocks: Iterable[str], *, end: bool = True, name: str = "", line: int = 1
+    ) -> Iterator[Piece]:
+        raise FullrankError(
+            "these tokens came without a tokenizer, so no text can be read: train with --tokens and --set "
+            "data.tokenizer=NAME"
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, self._checked(ids)))
+
+    def token(self, index: int) -> str:
+        return str(self._checked([index])[0])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"level": self.level, "size": self.size, "eos": self.eos}
 
 
 def load(folder: Path) -> Vocabulary:
@@ -300,13 +376,19 @@ def load(folder: Path) -> Vocabulary:
             return Words([str(word) for word in data["words"]])
         if level == "bytes":
             return Bytes()
+        if level == "ids":
+            return Numbers(int(data["size"]), int(data["eos"]))
         if level == "bpe":
-            return Bpe(_tokenizer(folder / TOKENIZER_FILE), int(data["eos"]))
+            tokenizer = _tokenizer(folder / TOKENIZER_FILE)
+            size, marked = int(data.get("size", 0)), bool(data.get("marked"))
+            return Bpe(tokenizer, int(data["eos"]), size=size, marked=marked)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, FullrankError):
             raise
         raise FullrankError(f"{path} is no vocabulary ({error!r}): prepare the data again") from error
-    raise FullrankError(f"{path} has level {level!r}, expected words, bytes or bpe: prepare the data again")
+    raise FullrankError(
+        f"{path} has level {level!r}, expected words, bytes, bpe or ids: prepare the data again"
+    )
 
 
 def _tokenizer(path: Path) -> Tokenizer:
@@ -315,15 +397,10 @@ def _tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(path.read_text(encoding="utf8"))
     except OSError as error:
-        raise FullrankError(
-            f"no tokeniser at {path} ({error.strerror}): set data.tokenizer to a tokenizer.json"
-        ) from error
+        raise FullrankError(f"no tokenizer at {path} ({error.strerror}): prepare the data again") from error
     # The library raises plain Exception for all that it cannot read.
     except Exception as error:
-        raise FullrankError(
-            f"{path} is no tokenizer.json ({error}): set data.tokenizer to one, or leave it empty to "
-            "train one"
-        ) from error
+        raise FullrankError(f"{path} is no tokenizer.json ({error}): prepare the data again") from error
 
 
 def _with_ends(block: str) -> str:

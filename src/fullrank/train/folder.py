@@ -256,7 +256,7 @@ def restore(model: Any, weights: dict[str, Any], path: Path) -> None:
 def _tokens(path: Path) -> Path:
     """The directory with the run's tokens; one that was begun on other data first has those too."""
     digest = _document(path)["data"]
-    for meta in sorted((path / TOKENS).glob("*/meta.json")):
+    for meta in sorted((path / TOKENS).glob("*/manifest.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads(meta.read_text(encoding="utf8"))["digest"] == digest:
                 return meta.parent

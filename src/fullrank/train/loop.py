@@ -30,6 +30,7 @@ from fullrank.fit import optimiser
 from fullrank.fit.budget import PACED, WARMING, Budget
 from fullrank.models import FullrankForCausalLM
 from fullrank.models.flops import peak_flops, training_flops
+from fullrank.text import elsewhere
 from fullrank.text import store as data
 from fullrank.train import batches, checkpoint, evaluate, folder, monitor, weights
 from fullrank.train.config import Config, to_json
@@ -56,6 +57,10 @@ class Options:
     monitors: bool = True
     vocab_parallel: bool = False
     fsdp: bool = False
+    tokens: Path | None = None
+    """Tokens made elsewhere, in place of data."""
+    verify: bool = False
+    """Read every byte of the tokens again for its hash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,7 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
     main = machine.is_main_process
     with folder.locked(options.out) if main else contextlib.nullcontext(), Stop() as stop:
         with machine.main_process_first():
-            corpus = data.prepare(options.data, config.data, options.cache, show.reading, show.say)
+            corpus = _corpus(config, options, show)
         folder.check(options.out, config, corpus.digest)
         with machine.main_process_first():
             if main:
@@ -104,6 +109,13 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
             return session.run(stop, trackers)
         finally:
             session.journal.close()
+
+
+def _corpus(config: Config, options: Options, show: Show) -> data.Corpus:
+    hear, verify = (show.reading, show.say), options.verify
+    if options.tokens is not None:
+        return elsewhere.prepare(options.tokens, config.data, options.cache, *hear, verify=verify)
+    return data.prepare(options.data, config.data, options.cache, *hear, verify=verify)
 
 
 class Session:

@@ -7,7 +7,7 @@ The key is a hash of everything that the files depend on. A stage is made in the
 and renamed when whole: a folder with the final name holds all its files or does not exist, whatever killed
 the process. What lies in a partial folder may be continued by its maker, who believes only steps that were
 written down after they were on disk. manifest.json has size and sha256 of every file; a stage whose files do
-not match is made again.
+not match is made again. Whoever reads gigabytes at every start may look at sizes alone (`every_byte=False`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def made(
     key: str,
     make: Callable[[Path], dict[str, Any]],
     warn: Callable[[str], None] = lambda message: None,
+    *,
+    every_byte: bool = True,
 ) -> Path:
     """The folder of a stage, made by `make(partial folder) -> manifest` if it is not there whole."""
     folder = cache / f"{stage}-{key}"
@@ -53,7 +55,7 @@ def made(
     with _locked(cache / f".{stage}-{key}.lock"):
         if folder.exists():
             try:
-                check(folder)
+                check(folder, every_byte=every_byte)
             except FullrankError as error:
                 warn(f"{stage} is made again: {error}")
                 _remove(folder, partial)
@@ -81,13 +83,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def check(folder: Path) -> None:
-    """Raise unless every file of a stage is what its manifest says."""
+def check(folder: Path, *, every_byte: bool = True) -> None:
+    """Raise unless every file is what its manifest says; all but small ones may go by their size."""
     for name, expected in read_manifest(folder)["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != expected["bytes"]:
             raise FullrankError(f"{path} is missing or has another size: remove {folder} and run again")
-        if sha256(path) != expected["sha256"]:
+        if (every_byte or path.suffix == ".json") and sha256(path) != expected["sha256"]:
             raise FullrankError(f"{path} is damaged, its sha256 is another: remove {folder} and run again")
 
 
@@ -114,8 +116,8 @@ def written(cache: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise FullrankError(
-            f"the stages cannot be kept in {cache} ({error.strerror or error}): free some space there or "
-            "choose another directory with --cache; what is finished will be used again"
+            f"files cannot be kept in {cache} ({error.strerror or error}): free some space there or choose "
+            "another directory with --cache or $FULLRANK_CACHE; what is finished will be used again"
         ) from error
 
 
@@ -160,6 +162,6 @@ def _locked(path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOLCK, errno.EACCES, errno.EROFS, errno.ENOSPC):
             raise FullrankError(
                 f"{path} cannot be written or locked ({error.strerror}): choose another directory with "
-                "--cache"
+                "--cache or $FULLRANK_CACHE"
             ) from error
         raise
