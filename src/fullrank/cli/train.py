@@ -14,6 +14,7 @@ from fullrank.errors import FullrankError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fullrank.train.branch import Parent
     from fullrank.train.config import Config
     from fullrank.train.loop import Outcome
 
@@ -27,8 +28,11 @@ class Train:
     Example: fullrank train transformer-tiny --data texts/ --head mos --components 4 --out runs/a
     """
 
-    recipe: Annotated[str, tyro.conf.Positional]
-    """A recipe's name."""
+    recipe: Annotated[str, tyro.conf.Positional] = ""
+    """A recipe's name; none with --from."""
+    parent: Annotated[str, tyro.conf.arg(name="from", metavar="RUN@STEP")] = ""
+    """A run to begin from, at a step that it keeps (default: its last checkpoint), with its settings and text
+    but for what --head, --set, --data or --tokens change."""
     data: tuple[Path, ...] = ()
     """A directory or archive with train, valid and test text, or any files (plain, .jsonl, .parquet, also
     compressed or in archives), directories and hub datasets NAME:CONFIG:SPLIT, whose ends are held out.
@@ -39,8 +43,9 @@ class Train:
     """Read all tokens once more to see that no byte of them has changed."""
     out: Path = Path("runs/train")
     """Directory of the run: config, checkpoints, log, results and page."""
-    head: str = "softmax"
-    """The head's name: softmax, mos, moss, moc, trunk, sigsoftmax, doc, ..."""
+    head: str | None = None
+    """The head's name: softmax, mos, moss, moc, trunk, sigsoftmax, doc, ...; softmax, or that of the run in
+    --from."""
     components: int | None = None
     """Components of a mixture; short for --set head.components."""
     width: int | None = None
@@ -73,11 +78,15 @@ def train(options: Train) -> None:
     from fullrank.train.processes import is_main, one_voice
 
     with one_voice():
-        config = _config(options)
+        parent = _parent(options)
+        config = _config(options, parent)
         if options.print_config:
             print("\n".join(lines(config) if is_main() else ()))
             return
-        if bool(options.data) == (options.tokens is not None):
+        tokens = options.tokens
+        if parent is not None and not options.data and tokens is None:
+            tokens = parent.tokens
+        if bool(options.data) == (tokens is not None):
             raise FullrankError(
                 "both --data and --tokens were given: choose one"
                 if options.data
@@ -102,7 +111,8 @@ def train(options: Train) -> None:
                 monitors=options.monitors,
                 vocab_parallel=options.vocab_parallel,
                 fsdp=options.fsdp,
-                tokens=options.tokens,
+                tokens=tokens,
+                parent=parent,
                 verify=options.verify,
             ),
             shown,
@@ -110,13 +120,32 @@ def train(options: Train) -> None:
     _conclude(console, options, config, outcome)
 
 
-def _config(options: Train) -> Config:
+def _parent(options: Train) -> Parent | None:
+    if bool(options.recipe) == bool(options.parent):
+        from fullrank.train.recipes import RECIPES
+
+        what = "both a recipe and --from were given" if options.recipe else "no recipe was given"
+        raise FullrankError(f"{what}: expected one of {', '.join(RECIPES)}, or --from RUN@STEP")
+    if not options.parent:
+        return None
+    from fullrank.train.branch import parent_of
+
+    return parent_of(options.parent)
+
+
+def _config(options: Train, parent: Parent | None) -> Config:
     from fullrank.train.config import override
     from fullrank.train.recipes import recipe
 
     short = {"head.components": options.components, "head.width": options.width, "seed": options.seed}
     settings = [f"{name}={value}" for name, value in short.items() if value is not None]
-    return override(recipe(options.recipe, options.head), [*settings, *options.settings])
+    if parent is None:
+        base = recipe(options.recipe, options.head or "softmax")
+    else:
+        base = parent.config
+        if options.head:
+            settings.append(f"head.name={options.head}")
+    return override(base, [*settings, *options.settings])
 
 
 def _conclude(console: Console, options: Train, config: Config, outcome: Outcome) -> None:

@@ -216,10 +216,15 @@ def _cut(encoded: Sequence[_Encoded], own: int, count: int, *, mixed: bool) -> l
         room = min(count - len(chosen), len(group))
         chosen += [group[place * len(group) // room] for place in range(room)]
     chosen.sort(key=lambda one: one[0])
-    # Multiples of the golden ratio: those of any part lie evenly between 0 and 1.
-    steps = [place * (5**0.5 - 1) / 2 % 1 for place in range(len(chosen))]
+    return [chosen[place][1] for place in mixed_order(len(chosen))]
+
+
+def mixed_order(count: int) -> list[int]:
+    """An order of `count` places in a text such that those of any part of it lie all over the text."""
+    # Multiples of the golden ratio: any run of them lies evenly between 0 and 1.
+    steps = [place * (5**0.5 - 1) / 2 % 1 for place in range(count)]
     rank = {step: number for number, step in enumerate(sorted(steps))}
-    return [chosen[rank[step]][1] for step in steps]
+    return [rank[step] for step in steps]
 
 
 def _byte_offsets(joined: str) -> Sequence[int]:

@@ -113,10 +113,13 @@ def clean(path: Path) -> None:
     checkpoints.clean(path / SNAPSHOTS)
 
 
-def claim(path: Path, config: Config, digest: str) -> None:
-    """Make `path` the directory of this run."""
+def claim(path: Path, config: Config, digest: str, parent: dict[str, Any] | None = None) -> None:
+    """Make `path` the directory of this run, which began in another where there is a parent."""
     path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"version": 1, "config": to_json(config), "data": digest}, indent=1) + "\n"
+    document = {"version": 1, "config": to_json(config), "data": digest}
+    if parent is not None:
+        document["from"] = parent
+    text = json.dumps(document, indent=1) + "\n"
     there = path / CONFIG
     if not there.exists() or there.read_text(encoding="utf8") != text:
         write_whole(there, text)
@@ -180,6 +183,11 @@ def config_of(path: Path) -> Config:
     return from_json(_document(path)["config"])
 
 
+def digest_of(path: Path) -> str:
+    """Of the data that the run was begun on."""
+    return str(_document(path)["data"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A trained run, read back."""
@@ -213,7 +221,7 @@ def open_run(path: Path, *, checkpoint: str = "best", device: str = "cpu") -> Ru
 def corpus_of(path: Path) -> Corpus:
     from fullrank.text import store as data
 
-    return data.load(_tokens(path))
+    return data.load(tokens_of(path))
 
 
 def chosen(path: Path, which: str) -> checkpoints.Stored:
@@ -226,9 +234,10 @@ def chosen(path: Path, which: str) -> checkpoints.Stored:
         return checkpoints.read(best[-1])
     if which in ("best", "last"):
         return checkpoints.read((steps or best)[-1])
-    wanted = [one for one in (*steps, *best) if which.isdigit() and checkpoints.step_of(one) == int(which)]
+    every = (*steps, *best, *checkpoints.found(path / SNAPSHOTS, "step"))
+    wanted = [one for one in every if which.isdigit() and checkpoints.step_of(one) == int(which)]
     if not wanted:
-        kept = ", ".join(str(checkpoints.step_of(one)) for one in (*steps, *best))
+        kept = ", ".join(map(str, sorted({checkpoints.step_of(one) for one in every})))
         raise FullrankError(f"{path} keeps no checkpoint {which!r}: expected best, last or one of {kept}")
     return checkpoints.read(wanted[0])
 
@@ -253,7 +262,7 @@ def restore(model: Any, weights: dict[str, Any], path: Path) -> None:
             parameter.copy_(weights[name])
 
 
-def _tokens(path: Path) -> Path:
+def tokens_of(path: Path) -> Path:
     """The directory with the run's tokens; one that was begun on other data first has those too."""
     digest = _document(path)["data"]
     for meta in sorted((path / TOKENS).glob("*/manifest.json")):

@@ -46,20 +46,23 @@ def load_run(
 
 
 def held_out_windows(path: Path, loaded: Loaded, *, tokens: int, window: int) -> collect.Windows:
-    """The first tokens of a run's test split, each window after the token that ends a text."""
+    """Windows from all over a run's test split, mixed, each after the token that ends a text."""
     corpus = folder.corpus_of(path)
     split, vocabulary = corpus.splits["test"], corpus.vocabulary
-    ids = np.asarray(split.tokens[:tokens])
-    if len(ids) < collect.LEAST_TOKENS:
+    used = min(tokens, len(split.tokens))
+    if used < collect.LEAST_TOKENS:
         raise FullrankError(
-            f"the run's test split has {len(ids)} tokens, expected {collect.LEAST_TOKENS} or more: give a "
+            f"the run's test split has {used} tokens, expected {collect.LEAST_TOKENS} or more: give a "
             "longer text with --text"
         )
     own = min(window, longest(loaded.model) or window) - 1
-    if len(ids) < collect.LEAST_WINDOWS * own:
-        own = max(8, len(ids) // collect.SHORT_TEXT_WINDOWS)
-    count = len(ids) // own
-    rows = torch.from_numpy(ids[: count * own].astype(np.int64)).view(count, own)
+    if used < collect.LEAST_WINDOWS * own:
+        own = max(8, used // collect.SHORT_TEXT_WINDOWS)
+    count = used // own
+    last = len(split.tokens) - own
+    starts = [place * last // max(1, count - 1) for place in collect.mixed_order(count)]
+    ids = np.stack([split.tokens[start : start + own] for start in starts])
+    rows = torch.from_numpy(ids.astype(np.int64))
     digest = hashlib.sha256(vocabulary.digest().encode())
     digest.update(ids.astype("<u4").tobytes())
     # The bytes of a part are taken as that share of the split's.

@@ -33,6 +33,7 @@ from fullrank.models.flops import peak_flops, training_flops
 from fullrank.text import elsewhere
 from fullrank.text import store as data
 from fullrank.train import batches, checkpoint, evaluate, folder, monitor, weights
+from fullrank.train.branch import Parent, begun
 from fullrank.train.config import Config, to_json
 from fullrank.train.journal import Journal, Show
 from fullrank.train.learner import Learner
@@ -61,6 +62,8 @@ class Options:
     """Tokens made elsewhere, in place of data."""
     verify: bool = False
     """Read every byte of the tokens again for its hash."""
+    parent: Parent | None = None
+    """Where a run that has no checkpoint of its own begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +98,16 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
                 folder.clean(options.out)
             # The main process sets damaged ones aside before any other looks.
             stored = checkpoint.newest(options.out / folder.CHECKPOINTS, show.say)
+        parent = options.parent
+        if stored is None and parent is not None:
+            stored = begun(parent, config, corpus.vocabulary.size, corpus.digest)
         require_same(
             machine, config=config, data=corpus.digest, checkpoints=None if stored is None else stored.step
         )
         session = Session(config, options, corpus, machine, stored, show)
         if main:
             # Only now is anything written: all that can be wrong with the settings has been tried.
-            folder.claim(options.out, config, corpus.digest)
+            folder.claim(options.out, config, corpus.digest, None if parent is None else parent.to_json())
             folder.link_tokens(corpus.folder, options.out / folder.TOKENS)
             checkpoint.drop_best(options.out / folder.CHECKPOINTS, after=session.state.step)
             session.publish()
@@ -227,7 +233,8 @@ class Session:
             mean = None if self.learner.average is None else self.learner.average.mean
             weights_now = weights.gather_model(self.learner.bare, mean)
             if self.main:
-                checkpoint.write(place, "step", step, {"model": weights_now}, {}, self._files)
+                state = self.state.to_json()
+                checkpoint.write(place, "step", step, {"model": weights_now}, state, self._files)
             self.machine.wait_for_everyone()
 
     def _open(self, trackers: tuple[str, ...]) -> None:
@@ -237,6 +244,7 @@ class Session:
             self.journal.write(
                 "start",
                 resumed=self.resumed,
+                **({} if self.options.parent is None else {"from": self.options.parent.to_json()}),
                 config=to_json(self.config),
                 parameters=self.learner.parameters,
                 vocabulary=self.corpus.vocabulary.size,
