@@ -204,7 +204,9 @@ def test_bpe_is_trained_on_train_or_loaded(tmp_path: Path) -> None:
     assert loaded.vocabulary.size == 262
     assert texts(loaded) == texts(trained)
     assert loaded.describe()["vocabulary_from"] == "tokenizer"
-    with pytest.raises(FullrankError, match=r"none\.json is not there as a tokenizer"):
+    with pytest.raises(
+        FullrankError, match=r"none\.json is not there as a tokenizer: give a tokenizer\.json"
+    ):
         prepare([source], DataConfig(level="bpe", tokenizer=str(tmp_path / "none.json")), cache)
 
 

@@ -15,6 +15,7 @@ import torch
 from fullrank.errors import FullrankError
 from fullrank.fit import comparison as fit
 from fullrank.fit import states
+from fullrank.fit.collect import tokenise
 from fullrank.heads import Head, build
 from fullrank.ops import SIGSOFTMAX
 from fullrank.upgrade import folder
@@ -147,7 +148,8 @@ def test_what_is_saved_is_the_original_architecture(
         folder.write_model(plain, tokenizer, place)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert type(loaded) is kind
-    ids = torch.randint(2, VOCABULARY, (2, 16), generator=generator)
+    # The held-out part: what the head was not fitted on.
+    ids = tokenise(tokenizer, [text], tokens=640, window=32, longest=None).ids[-5:]
     with torch.no_grad():
         before = torch.log_softmax(plain(input_ids=ids).logits, dim=-1)
         after = torch.log_softmax(loaded(input_ids=ids).logits, dim=-1)
@@ -155,7 +157,7 @@ def test_what_is_saved_is_the_original_architecture(
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
     # End to end, the cost is of the size that was reported.
     cost = (ours.exp() * (ours - after)).sum(dim=-1).mean().item()
-    assert cost == pytest.approx(record.cost.value, rel=1.0, abs=1e-3)
+    assert cost == pytest.approx(record.cost.value, rel=0.3, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -311,7 +311,7 @@ def _parquet(raw: BinaryIO, name: str) -> Any:
         ) from error
 
 
-def needed(module: str, why: str, package: str = "'fullrank[corpus]'") -> Any:
+def needed(module: str, why: str, package: str = "'fullrank[text]'") -> Any:
     """An optional library, or what to do to have it."""
     if importlib.util.find_spec(module.split(".")[0]) is None:
         raise FullrankError(f"{why}, which needs {module.split('.')[0]}: pip install {package}")

@@ -1,12 +1,13 @@
-"""Which tokeniser a corpus is counted in, by name.
+"""Tokenisers by name: those that a corpus is counted in, and those of models with their chat templates.
 
     bytes        the 256 bytes of UTF-8
     words        what stands between whitespace, and <eos> after every line; V is the number of types
     bpe:32000    byte-level BPE of that size, trained on (at most 64 million characters of) the text itself
     PATH, NAME   a tokenizer.json, a transformers directory, a .gguf file or a name of the hub
 
-No token is added at the end of a document, but for the <eos> of words after its last line. Special tokens in
-a text are text. A tokeniser is kept in a folder, from which the processes that tokenise load it.
+Of a corpus no token is added at the end of a document, but for the <eos> of words after its last line.
+Special tokens in a text are text. A tokeniser is kept in a folder, from which the processes that tokenise
+load it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ TRAINING_TEXT = 64_000_000
 NAME_FILE = "name.json"
 PATIENCE = 10.0
 """Seconds to wait for the hub's answer before the local cache is asked alone."""
-KINDS = "bytes, words, bpe:SIZE, a tokenizer.json, a transformers directory, a .gguf file or a hub name"
+LOADED = "a tokenizer.json, a transformers directory, a .gguf file or a hub name"
+KINDS = f"bytes, words, bpe:SIZE, {LOADED}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,7 +131,7 @@ def build(
     if match := TRAINED.fullmatch(name):
         sample = sampled(_watched(texts(), characters, progress), characters)
         return Tokeniser(name=name, vocabulary=Bpe.train(sample, int(match[1])))
-    return Tokeniser(name=Path(name).name or name, vocabulary=Bpe(loaded(name)[0], eos=0))
+    return Tokeniser(name=Path(name).name or name, vocabulary=Bpe(loaded(name, KINDS)[0], eos=0))
 
 
 def _watched(texts: Iterable[str], characters: int, progress: Callable[[float], None]) -> Iterator[str]:
@@ -154,7 +156,7 @@ def sampled(texts: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
-def loaded(name: str) -> tuple[Tokenizer, str]:
+def loaded(name: str, kinds: str = LOADED) -> tuple[Tokenizer, str]:
     """A tokenizer by its file, directory or name, and the token that ends a text where that is said."""
     path = Path(os.path.expanduser(name))
     try:
@@ -164,12 +166,12 @@ def loaded(name: str) -> tuple[Tokenizer, str]:
             return Tokenizer.from_file(str(path)), ""
         if (path / TOKENIZER_FILE).is_file():
             return Tokenizer.from_file(str(path / TOKENIZER_FILE)), _end(path)
-        found = _transformers(name)
+        found = _transformers(name, kinds)
     except FullrankError:
         raise
     # transformers, tokenizers and the hub raise many kinds; all mean that there is no such tokeniser.
     except Exception as error:
-        raise _no_tokenizer(name, error) from error
+        raise _no_tokenizer(name, error, kinds) from error
     backend = getattr(found, "backend_tokenizer", None)
     if backend is None:
         raise FullrankError(
@@ -184,11 +186,11 @@ def chat_of(name: str) -> Template | None:
     if not name or (path.is_file() and path.suffix == ".json"):
         return None
     try:
-        return template_of(_transformers(name))
+        return template_of(_transformers(name, LOADED))
     except FullrankError:
         raise
     except Exception as error:
-        raise _no_tokenizer(name, error) from error
+        raise _no_tokenizer(name, error, LOADED) from error
 
 
 class Template:
@@ -221,14 +223,14 @@ def _end(directory: Path) -> str:
     return ""
 
 
-def _no_tokenizer(name: str, error: Exception) -> FullrankError:
+def _no_tokenizer(name: str, error: Exception, kinds: str) -> FullrankError:
     lines = str(error).strip().splitlines() or ["no reason was given"]
     return FullrankError(
-        f"tokenizer {name} cannot be loaded ({type(error).__name__}: {lines[0]}): give {KINDS}"
+        f"tokenizer {name} cannot be loaded ({type(error).__name__}: {lines[0]}): give {kinds}"
     )
 
 
-def _transformers(name: str) -> Any:
+def _transformers(name: str, kinds: str) -> Any:
     path = Path(os.path.expanduser(name))
     if path.is_file() and path.suffix.lower() == ".gguf":
         return _auto(str(path.parent), gguf_file=path.name)
@@ -236,7 +238,7 @@ def _transformers(name: str) -> Any:
         return _auto(str(path))
     if path.exists() or path.suffix == ".json":
         raise FullrankError(
-            f"{name} is {'no' if path.exists() else 'not there as a'} tokenizer: give {KINDS}"
+            f"{name} is {'no' if path.exists() else 'not there as a'} tokenizer: give {kinds}"
         )
     return _auto(name, local_files_only=not _reached(name))
 
