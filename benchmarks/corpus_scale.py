@@ -241,9 +241,10 @@ def _timed(
     """Seconds of our stage, of DuckDB's own group-by and of one whose result is written; the best of each."""
     import duckdb
 
-    from fullrank.corpus import count, stages
+    from fullrank.corpus import count
     from fullrank.corpus.engines import engine_memory
     from fullrank.corpus.windows import Packing
+    from fullrank.text import stages
 
     resources = settings.resources
     packing = Packing(order=settings.order, vocabulary=vocabulary)
