@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fullrank.errors import FullrankError
 from fullrank.train.batches import (
     IGNORED,
+    Ahead,
     Batch,
     Cursor,
     Streams,
@@ -259,3 +260,20 @@ def test_bad_places_and_sizes_are_refused() -> None:
         list(evaluation_windows(numbered(20), EOS, 2, 5, 5, -1))
     with pytest.raises(FullrankError, match="length=0"):
         list(evaluation_streams(numbered(20), EOS, 2, 0))
+
+
+@pytest.mark.parametrize("jitter", [False, True])
+def test_batches_made_ahead_are_those_made_when_asked_for(jitter: bool) -> None:
+    """In their order over epochs, and after a jump to another place."""
+    streams = Streams(np.arange(101, dtype=np.uint16), batch=3, length=6, jitter=jitter)
+    ahead = Ahead(streams, slice(1, 3), pinned=False)
+    cursor = Cursor()
+    for step in range(20):
+        found, expected = ahead.take(cursor), streams.take(cursor, slice(1, 3))
+        assert torch.equal(found.ids, expected.ids)
+        assert torch.equal(found.targets, expected.targets)
+        assert found.next == expected.next
+        cursor = Cursor() if step == 9 else found.next
+    with pytest.raises(FullrankError, match="does not lie in"):
+        ahead.take(Cursor(position=1000))
+    ahead.close()

@@ -21,7 +21,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,33 @@ class Batch:
     """T over the configured length, to scale the learning rate with."""
     epoch: float
     """Epochs done after this batch."""
+
+
+class Ahead:
+    """Batches made one step before they are asked for, by a thread; in pinned memory they are copied to a
+    device beside its work."""
+
+    def __init__(self, batches: Streams | Windows, rows: slice = ALL, *, pinned: bool) -> None:
+        self._batches, self._rows, self._pinned = batches, rows, pinned
+        self._pool = ThreadPoolExecutor(1)
+        self._next: tuple[Cursor, Future[Batch]] | None = None
+
+    def take(self, cursor: Cursor) -> Batch:
+        if self._next is not None and self._next[0] == cursor:
+            batch = self._next[1].result()
+        else:
+            batch = self._make(cursor)
+        self._next = batch.next, self._pool.submit(self._make, batch.next)
+        return batch
+
+    def _make(self, cursor: Cursor) -> Batch:
+        batch = self._batches.take(cursor, self._rows)
+        if not self._pinned:
+            return batch
+        return replace(batch, ids=batch.ids.pin_memory(), targets=batch.targets.pin_memory())
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 class Streams:

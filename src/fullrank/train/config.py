@@ -127,7 +127,7 @@ class Config:
     evaluate_every: int = 0
     """Steps from one evaluation to the next; 0 is one an epoch, and at least ten in a run."""
     evaluate_tokens: int = 0
-    """Validation tokens of an evaluation while training; 0 is all."""
+    """Validation tokens of an evaluation while training, from all over the split; 0 is all."""
     final_tokens: int = 0
     """Tokens of the last evaluations, of validation and test, with the best weights; 0 is all."""
     evaluate_batch: int = 16

@@ -87,11 +87,12 @@ def evaluate(
     blocks: int = BLOCKS,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Predict the split, or its first `limit` tokens; stride is for bodies with a context, None is length."""
+    """Predict the split, or `limit` tokens of it in `batch` pieces from all over it; stride is for bodies
+    with a context, None is length."""
     start = time.perf_counter()
     losses = token_losses(
         model,
-        limited(split.tokens, limit),
+        spread(split.tokens, limit, batch),
         eos=eos,
         batch=batch,
         length=length,
@@ -117,6 +118,17 @@ def summarise(losses: np.ndarray, split: Split, *, seconds: float, blocks: int =
         tokens=tokens,
         seconds=seconds,
     )
+
+
+def spread(tokens: np.ndarray, limit: int, pieces: int) -> np.ndarray:
+    """About `limit` tokens, all with 0: equal pieces at equal distances, the same at every call. As many as a
+    batch has rows, so that none runs on into another."""
+    size = limited(tokens, limit).shape[0] // max(1, pieces)
+    if not limit or limit >= len(tokens) or pieces < 2 or not size:
+        return limited(tokens, limit)
+    last = len(tokens) - size
+    starts = [place * last // (pieces - 1) for place in range(pieces)]
+    return np.concatenate([np.asarray(tokens[start : start + size]) for start in starts])
 
 
 def limited(tokens: np.ndarray, limit: int) -> np.ndarray:

@@ -114,6 +114,7 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
         try:
             return session.run(stop, trackers)
         finally:
+            session.ahead.close()
             session.journal.close()
 
 
@@ -153,6 +154,7 @@ class Session:
         self.pace = self._paced()
         self.tally = Tally(machine, self.state.counts)
         self._clock = time.perf_counter()
+        self.ahead = batches.Ahead(self.batches, self.rows, pinned=machine.device.type == "cuda")
         self.journal = Journal(machine, options.out, self.state, show, steps=self.pace.steps)
         self._saved = self.state.step if self.resumed else -1
         self._files = model_files(self.learner.bare, corpus.vocabulary) if self.main else {}
@@ -290,7 +292,7 @@ class Session:
 
     def _step(self) -> None:
         config, state = self.config, self.state
-        batch = self.batches.take(state.cursor, self.rows)
+        batch = self.ahead.take(state.cursor)
         seed_step(config.seed, state.step, self.machine.process_index)
         self.rate = optimiser.rate(
             config.optimiser, state.step - state.stage_step, self.pace.stage_steps,
@@ -383,11 +385,14 @@ class Session:
             folder.publish(best[-1])
 
     def _score(self, model: FullrankForCausalLM, split: str, limit: int) -> evaluate.Evaluation:
-        config = self.config
-        return evaluate.evaluate(
-            model, self.corpus.splits[split], eos=self.corpus.vocabulary.eos, batch=config.evaluate_batch,
-            length=config.length, limit=limit, device=self.machine.device,
-        )  # fmt: skip
+        config, device = self.config, self.machine.device
+        # In the precision of training; the last evaluations are in fp32.
+        half = self.learner.half and not self.state.ended
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            return evaluate.evaluate(
+                model, self.corpus.splits[split], eos=self.corpus.vocabulary.eos,
+                batch=config.evaluate_batch, length=config.length, limit=limit, device=device,
+            )  # fmt: skip
 
     def _measured(self, model: FullrankForCausalLM) -> dict[str, Any]:
         """The monitors; a model too strange to be measured trains on, and may recover."""
