@@ -1,0 +1,131 @@
+"""Training on a GPU: bf16, a compiled body, the fused optimiser that leaves bad steps out, and resuming."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullrank.train import checkpoint, folder
+from fullrank.train.config import Config, override
+from fullrank.train.loop import Options, Outcome, Show, train
+from fullrank.train.objective import Objective
+from fullrank.train.recipes import recipe
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+SETTINGS = [
+    "data.level=words", "data.vocabulary_from=all", "body.hidden=64", "body.heads=2", "batch=8", "length=32",
+    "steps=12", "evaluate_every=6", "checkpoint_every=3", "keep=9", "evaluate_tokens=0", "final_tokens=0",
+]  # fmt: skip
+
+
+def config(*settings: str, head: str = "mos", name: str = "transformer-tiny") -> Config:
+    return override(recipe(name, head), [*SETTINGS, *settings])
+
+
+class StopAt(Show):
+    """Asks for an end after some steps, as a signal would."""
+
+    def __init__(self, step: int) -> None:
+        self.last = step
+
+    def step(self, done: int, total: int, loss: float, tokens_per_second: float) -> None:
+        if done >= self.last:
+            import signal
+
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpu")
+    draw = torch.Generator().manual_seed(0)
+    for split, lines in (("train", 400), ("valid", 60), ("test", 60)):
+        # Every second word follows from the one before it.
+        words = torch.randint(0, 30, (lines, 10), generator=draw).tolist()
+        rows = [" ".join(f"w{word} v{(7 * word + 3) % 30}" for word in row) for row in words]
+        (path / f"{split}.txt").write_text("\n".join(rows) + "\n")
+    return path
+
+
+def run(text: Path, out: Path, settings: Config, show: Show | None = None, device: str = "cuda") -> Outcome:
+    options = Options(
+        data=(text,), out=out, cache=out.parent / "cache", device=device, trackers=(), monitors=True
+    )
+    return train(settings, options, show)
+
+
+def log(out: Path, event: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / folder.LOG).read_text().splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
+    return checkpoint.read(checkpoint.path_of(out / folder.CHECKPOINTS, "step", step)).groups["model"]
+
+
+@pytest.mark.parametrize("head", ["softmax", "mos", "trunk"])
+def test_it_learns_in_bf16_with_a_compiled_body(text: Path, tmp_path: Path, head: str) -> None:
+    out = tmp_path / "run"
+    assert run(text, out, config("steps=60", "optimiser.lr=0.01", head=head)).reason == "finished"
+    (start,), lines = log(out, "start"), log(out, "train")
+    assert start["precision"] == "bf16"
+    assert start["flops_per_token"] > 0
+    assert all(line["peak_bytes"] > 0 for line in lines)
+    first, *_, last = log(out, "evaluate")
+    # Of two words one is certain, the other one of thirty.
+    assert last["loss"] < first["loss"] < math.log(62)
+    assert last["loss"] == pytest.approx(math.log(30) / 2, abs=0.5)
+    assert all(value.dtype == torch.float32 for value in weights(out, 60).values())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(text: Path, tmp_path: Path, name: str) -> None:
+    settings = config(f"optimiser.name={name}", "precision=fp32", "compile=off")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(text, whole, settings)
+    assert run(text, parts, settings, StopAt(5)).reason == "stopped"
+    assert run(text, parts, settings).reason == "finished"
+    for tensor, other in zip(weights(whole, 12).values(), weights(parts, 12).values(), strict=True):
+        # Sums of many threads are not always in one order.
+        torch.testing.assert_close(tensor, other, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_of_a_gpu_goes_on_without_one(text: Path, tmp_path: Path) -> None:
+    settings = config("precision=fp32", "compile=off")
+    out = tmp_path / "run"
+    run(text, out, settings, StopAt(5))
+    assert run(text, out, settings, device="cpu").reason == "finished"
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "nt-asgd"])
+def test_a_bad_step_is_left_out(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    forward, seen = Objective.forward, [0]
+
+    def spoilt(objective: Objective, *inputs: Any) -> Any:
+        found = forward(objective, *inputs)
+        seen[0] += 1
+        return found._replace(value=found.value * math.nan) if seen[0] in (4, 5) else found
+
+    monkeypatch.setattr(Objective, "forward", spoilt)
+    out = tmp_path / "run"
+    settings = config(f"optimiser.name={name}", "checkpoint_every=1", "keep=20", "compile=off")
+    assert run(text, out, settings).reason == "finished"
+    before, after, later = weights(out, 3), weights(out, 5), weights(out, 6)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert any(not torch.equal(after[key], later[key]) for key in after)
+    assert sum(line.get("skipped", 0) for line in log(out, "train")) == 2
+
+
+def test_an_lstm_carries_its_state(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(text, out, config("body.last=48", "head.width=32", name="awd-lstm")).reason == "finished"
+    stored = checkpoint.read(checkpoint.found(out / folder.CHECKPOINTS, "step")[-1])
+    assert len(stored.groups["carried"]) == 4
