@@ -15,12 +15,15 @@ import torch
 from fullrank import results
 from fullrank.cli import main
 from fullrank.errors import FullrankError
-from fullrank.models.loading import load
+from fullrank.models.loading import from_objects, load
+from fullrank.models.tokenizer import as_tokenizer
+from fullrank.text.vocabulary import Words
 from fullrank.train import checkpoint
 from fullrank.train.config import override
 from fullrank.train.loaded import load_any, load_run
 from fullrank.train.loop import Options, train
 from fullrank.train.recipes import recipe
+from fullrank.upgrade import run as upgrades
 from fullrank.upgrade import upgrade
 from fullrank.upgrade.plain import plain_model
 
@@ -109,6 +112,16 @@ def test_an_lstm_without_a_projection_is_upgraded() -> None:
     torch.manual_seed(0)
     model = small_models.lstm(vocab=70).eval()
     torch.testing.assert_close(logits(upgrade(model, "mos", components=2)), logits(model), rtol=0, atol=1e-5)
+
+
+def test_a_vocabulary_without_the_default_texts_words_is_upgraded_all_the_same() -> None:
+    from tests import small_models
+
+    words = Words(["<eos>", *(f"w{number}" for number in range(30))])
+    model = from_objects(small_models.transformer(vocab=words.size, context=20), as_tokenizer(words))
+    found = upgrades.run(model, "mos", options={"components": 2})
+    assert found.record.preserved.tokens > 400
+    assert found.record.preserved.largest < 1e-5
 
 
 TASK = """task: {name}
