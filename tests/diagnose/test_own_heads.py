@@ -116,7 +116,15 @@ def test_all_tokens_are_used_up_to_a_part_of_a_window(shop: Shop) -> None:
     windows = held_out_windows(path, loaded, tokens=10**6, window=32)
     tokens = np.fromfile(next((path / "tokens").rglob("test.tokens")), dtype="<u2")
     assert len(tokens) - 31 < windows.ids[:, 1:].numel() <= len(tokens)
-    assert windows.ids[:, 1:].flatten().tolist() == tokens[: windows.ids[:, 1:].numel()].tolist()
+    places = [
+        int(np.flatnonzero([np.array_equal(tokens[at : at + 31], row) for at in range(len(tokens) - 30)])[0])
+        for row in windows.ids[:, 1:].numpy()
+    ]
+    # From its first token to its last, none twice, and not in order: any part is of all of it.
+    ordered = sorted(places)
+    assert (ordered[0], ordered[-1]) == (0, len(tokens) - 31)
+    assert min(np.diff(ordered)) >= 31
+    assert max(places[:4]) - min(places[:4]) > len(tokens) / 2
     assert set(windows.ids[:, 0].tolist()) == {loaded.tokenizer.eos_token_id}
     few = held_out_windows(path, loaded, tokens=256, window=32)
     assert few.ids[:, 1:].numel() == 256 // 31 * 31
@@ -280,9 +288,10 @@ def test_files_are_read_in_the_runs_vocabulary(shop: Shop, tmp_path: Path) -> No
     file = diagnose_run(shop.run("lstm-mos"), text=[path], settings=SMALL, only=["loss"])
     assert file.loss is not None
     assert split.loss is not None
-    assert file.loss.nats_per_token.value == pytest.approx(split.loss.nats_per_token.value, abs=1e-6)
+    # Other windows of the same tokens.
+    assert file.loss.nats_per_token.value == pytest.approx(split.loss.nats_per_token.value, abs=0.03)
     assert file.loss.bits_per_byte.value == pytest.approx(split.loss.bits_per_byte.value, rel=0.05)
-    assert file.text.sources == (str(path),)
+    assert file.text.sources == (path.name,)
     assert file.text.starts_with_bos
 
 

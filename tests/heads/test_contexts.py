@@ -111,13 +111,24 @@ def test_default_mixture_starts_as_one_component_alone(mixture: Any, square: boo
 
 @pytest.mark.parametrize("name", ["mos", "moss", "trunk", "doc"])
 def test_a_centred_mixture_keeps_the_plain_heads_row_as_its_mean(cases: dict[str, Any], name: str) -> None:
-    """sum_k prior_k context_k = P h, whatever gates and differences have become."""
+    """sum_k context_k / K = P h, whatever gates and differences have become."""
     head = cases[name].build().double()
     inputs = cases[name].inputs(head, dtype=torch.float64)
-    contexts, log_prior = head.contexts(inputs.each)
+    contexts, _ = head.contexts(inputs.each)
     assert (contexts[..., 0, :] - contexts[..., 1, :]).abs().max() > 0.1
-    mean = (log_prior.exp()[..., None] * contexts).sum(-2)
-    torch.testing.assert_close(mean, head.contexts.shared(inputs.each[0]))
+    torch.testing.assert_close(contexts.mean(-2), head.contexts.shared(inputs.each[0]))
+
+
+@pytest.mark.parametrize("name", ["mos", "moss", "trunk", "doc"])
+def test_equal_components_have_gradients_that_part_them(cases: dict[str, Any], name: str) -> None:
+    """In exact arithmetic as well: a start that only rounding leaves would be no start."""
+    head = cases[name].build(warm=False).double()
+    inputs = cases[name].inputs(head, dtype=torch.float64)
+    head(inputs.states, inputs.targets).backward()
+    part = head.contexts.differences[0]
+    each = part.bias.grad.view(head.contexts.counts[0], -1)
+    size = head.decoder.weight.grad.abs().max()
+    assert (each[0] - each[1]).abs().max() > 1e-5 * size
 
 
 def test_a_step_of_adam_moves_centred_contexts_alike_at_every_width() -> None:

@@ -54,7 +54,7 @@ def test_our_contexts_are_a_shared_map_plus_centred_differences(cases: dict[str,
     prior = torch.softmax(head.contexts.gate.weight @ x, 0)
     torch.testing.assert_close(log_prior[0].exp(), prior)
     deltas = [part.weight[4 * k : 4 * (k + 1)] @ x + part.bias[4 * k : 4 * (k + 1)] for k in range(3)]
-    mean = sum(prior[k] * deltas[k] for k in range(3))
+    mean = sum(deltas) / 3
     for k in range(3):
         torch.testing.assert_close(contexts[0, k], head.contexts.shared.weight @ state + deltas[k] - mean)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from fullrank.train.optimiser import make
 from transformers import AutoModelForCausalLM
 
 from fullrank.errors import FullrankError
+from fullrank.fit.optimiser import make
 from fullrank.models import FullrankForCausalLM
 from fullrank.models.attention import IMPLEMENTATION
 from fullrank.models.normalisers import NORMALISERS

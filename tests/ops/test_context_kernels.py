@@ -29,7 +29,7 @@ def definition(
     rows = (states @ weight.t() + bias).unflatten(-1, (gate.shape[0], -1))
     log_prior = torch.log_softmax(states @ gate.t(), -1)
     if centred:
-        rows = rows - (log_prior.exp()[..., None] * rows).sum(-2, keepdim=True)
+        rows = rows - rows.mean(-2, keepdim=True)
     if start is not None:
         rows = rows + start.double()[..., None, :]
     return torch.tanh(rows) if tanh else rows, log_prior

@@ -7,6 +7,7 @@ import torch
 
 from fullrank.errors import FullrankError
 from fullrank.models import anatomy, loading
+from fullrank.models.anatomy import blocks_of
 from fullrank.studies.upper_layers import UpperLayers
 from fullrank.upgrade import upgrade
 
@@ -29,13 +30,6 @@ def tiny(family: str) -> Any:
     torch.manual_seed(0)
     with loading.quiet():
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family])).eval()
-
-
-def blocks_of(model: Any) -> tuple[torch.nn.Module, ...]:
-    # As the study finds them, without a tokenizer.
-    from fullrank.models.anatomy import _blocks
-
-    return _blocks(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -397,7 +397,8 @@ def test_statement_14_no_rank_is_made_of_noise(
     dtype = {8: torch.bfloat16, 11: torch.float16}[bits]
     rounded = A.to(dtype).double()
     noise = float(torch.linalg.matrix_norm(rounded - A, ord=2))
-    assert noise <= 2.0**-bits * float(A.norm()) + 1e-7
+    # Below 2^-14 the steps of fp16 are all of one size, 2^-24.
+    assert noise <= 2.0**-bits * float(A.norm()) + 2.0**-25 * math.sqrt(N * V)
     B = A - A.mean(dim=1, keepdim=True)
     values = torch.linalg.svdvals(rounded - rounded.mean(dim=1, keepdim=True))
     least = least_rank(A).rank

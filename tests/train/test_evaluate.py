@@ -89,7 +89,7 @@ def test_closed_form() -> None:
     assert found.perplexity == pytest.approx(math.exp(expected.mean()), rel=1e-6)
     assert found.bits_per_byte == pytest.approx(expected.sum() / math.log(2) / 1300, rel=1e-6)
     assert (found.counted, found.tokens) == (500, 500)
-    part = evaluate(model, Text(tokens, 1300), eos=0, batch=1, length=11, limit=125)
+    part = evaluate(model, Text(tokens, 1300), eos=0, batch=3, length=11, limit=125)
     assert part.loss == pytest.approx(expected[:125].mean(), rel=1e-6)
     assert part.bits_per_byte == pytest.approx(expected[:125].sum() / math.log(2) / (1300 / 4), rel=1e-6)
     assert (part.counted, part.tokens) == (125, 500)
@@ -100,7 +100,7 @@ def test_a_part_of_a_text_is_from_all_over_it() -> None:
     """Three pieces of 40: its beginning, its middle and its end, each without what stands before it."""
     model, log_p = table_model()
     tokens = text(500)
-    part = evaluate(model, Text(tokens, 1300), eos=0, batch=3, length=11, limit=122)
+    part = evaluate(model, Text(tokens, 1300), eos=0, batch=3, length=11, limit=122, pieces=3)
     pieces = np.concatenate([tokens[:40], tokens[230:270], tokens[460:]])
     assert part.loss == pytest.approx(truth(log_p, pieces, 0).mean(), rel=1e-6)
     assert part.counted == 120

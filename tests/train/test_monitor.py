@@ -157,7 +157,7 @@ def test_a_dead_component_is_counted_and_has_share_zero(name: str, ids: Tensor) 
         model.model.layers[0].bias[0] = 5.0
         gate = model.lm_head.contexts.gate.weight
         gate.zero_()
-        gate[2, 0] = -30.0
+        gate[2, 0] = -100.0
     found = measure(model, ids)
     assert found["dead_components"] == 1
     shares = found["component_shares"]

@@ -6,13 +6,17 @@ Published (Yang et al. 2018, 1711.03953):
 
 Ours, the default, with x = h / sqrt(H):
 
-    delta_k = A_k x + a_k,    prior = softmax(G x),    context_k = P h + delta_k - sum_j prior_j delta_j
+    delta_k = A_k x + a_k,    prior = softmax(G x),    context_k = P h + delta_k - 1/K sum_j delta_j
     A_k = 0 and a_k = 0 at the start, G small and random
 
-All components start equal, so the mixture starts as the plain head with rows P h, and its mean context stays
-P h for ever: what a plain head would learn is left to the body, and the head's own parameters learn what
-only a mixture can say. Reading h / sqrt(H) keeps a step of Adam from moving contexts and gates by more the
-wider the state is. Together they let one rate serve body and head (docs/heads.md has the figures).
+All components start equal, so the mixture starts as the plain head with rows P h, and its contexts' mean
+stays P h for ever: what a plain head would learn is left to the body, and the head's own parameters learn
+what only a mixture can say. Reading h / sqrt(H) keeps a step of Adam from moving contexts and gates by more
+the wider the state is. Together they let one rate serve body and head (docs/heads.md has the figures).
+
+The plain mean and not the one under the prior: with that, equal components would have a gradient of
+(posterior - prior) = 0, and nothing but rounding would ever part them. So they have (prior - 1/K), and
+unequal gates part them from the first step.
 
 `centred=False`: context_k = P h + L_k h + l_k with gates of unit size, for a body that is frozen: then the
 components' common part is all that can refit the mean context. P is the identity where the widths allow it,
@@ -133,7 +137,7 @@ class Contexts(nn.Module):
         logits = self.gate(self._read(states[0]))
         log_prior = torch.log_softmax(logits.to(compute_dtype(logits.dtype)), dim=-1)
         if self.centred:
-            owned = owned - torch.matmul(log_prior.exp().to(owned.dtype)[..., None, :], owned)
+            owned = owned - owned.mean(-2, keepdim=True)
         common, start = self._common(states[0])
         owned = torch.tanh(owned) if start is None else start[..., None, :] + owned
         return common, owned, log_prior

@@ -3,6 +3,7 @@
     words   lines become "... <eos>", words are what stands between Python's white space; one id a word
     bytes   the 256 values of a byte, without merges, and an end
     bpe     the tokeniser itself
+    ids     numbers with spaces between them, for tokens that came without a tokenizer
 
 Every text begins after the token that ends one, as in training, so the tokenizer puts it first; a text that
 spells it does not become it, except for words, where <eos> is a word. What ends with a text is left to who
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fullrank.text.vocabulary import END, Bpe, Bytes, Vocabulary, Words
+from fullrank.text.vocabulary import END, Bpe, Bytes, Numbers, Vocabulary, Words
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,6 +32,8 @@ def as_tokenizer(vocabulary: Vocabulary, *, longest: int | None = None) -> Any:
         made, unknown = _words(vocabulary), vocabulary.unknown
     elif isinstance(vocabulary, Bytes):
         made, unknown = _bytes(), None
+    elif isinstance(vocabulary, Numbers):
+        made, unknown = _numbers(vocabulary), None
     else:
         assert isinstance(vocabulary, Bpe)
         # A copy: what follows must not change the one that reads text.
@@ -69,6 +72,15 @@ def _words(vocabulary: Words) -> Tokenizer:
             decoders.Replace(Regex(f" ?{end} ?"), "\n"),
         ]
     )
+    return made
+
+
+def _numbers(vocabulary: Numbers) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({str(index): index for index in range(vocabulary.size)}))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.decoder = decoders.WordPiece(prefix=" ", cleanup=False)
     return made
 
 

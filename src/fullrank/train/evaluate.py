@@ -83,16 +83,17 @@ def evaluate(
     length: int,
     stride: int | None = None,
     limit: int = 0,
+    pieces: int = 1,
     device: torch.device | str = "cpu",
     blocks: int = BLOCKS,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Predict the split, or `limit` tokens of it in `batch` pieces from all over it; stride is for bodies
-    with a context, None is length."""
+    """Predict the split, or `limit` tokens of it: its first ones, or so many pieces from all over it. stride
+    is for bodies with a context, None is length."""
     start = time.perf_counter()
     losses = token_losses(
         model,
-        spread(split.tokens, limit, batch),
+        spread(split.tokens, limit, pieces),
         eos=eos,
         batch=batch,
         length=length,
@@ -121,8 +122,8 @@ def summarise(losses: np.ndarray, split: Split, *, seconds: float, blocks: int =
 
 
 def spread(tokens: np.ndarray, limit: int, pieces: int) -> np.ndarray:
-    """About `limit` tokens, all with 0: equal pieces at equal distances, the same at every call. As many as a
-    batch has rows, so that none runs on into another."""
+    """About `limit` tokens, all with 0: equal pieces at equal distances, the same at every call. With as many
+    as a batch has rows none runs on into another."""
     size = limited(tokens, limit).shape[0] // max(1, pieces)
     if not limit or limit >= len(tokens) or pieces < 2 or not size:
         return limited(tokens, limit)

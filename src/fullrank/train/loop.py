@@ -391,7 +391,8 @@ class Session:
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
             return evaluate.evaluate(
                 model, self.corpus.splits[split], eos=self.corpus.vocabulary.eos,
-                batch=config.evaluate_batch, length=config.length, limit=limit, device=device,
+                batch=config.evaluate_batch, length=config.length, limit=limit,
+                pieces=config.evaluate_batch, device=device,
             )  # fmt: skip
 
     def _measured(self, model: FullrankForCausalLM) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     rows_k = f(L_k h + l_k + s),    log_prior = log_softmax(G h)
 
 with f the identity or tanh and s [r] what all components start from, or 0; `centred`, h is divided by sqrt(H)
-for both products, and a second kernel takes the mean of L_j h + l_j under the prior off every row. In torch
+for both products, and a second kernel takes the mean over k of L_k h + l_k off every row. In torch
 this is up to ten launches, which together can cost nearly as much as the scores of a vocabulary. L [K r, H]
 is read once for every 16 tokens. All arithmetic is fp32, the products take the narrow dtype.
 """
@@ -114,10 +114,10 @@ def contexts_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def centre_kernel(  # type: ignore[no-untyped-def]
-    differences, log_prior, start, rows, start_stride, r: tl.constexpr, K: tl.constexpr,
+    differences, start, rows, start_stride, r: tl.constexpr, K: tl.constexpr,
     STARTED: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """One token's differences [K, r] in fp32 less their mean under the prior, plus the start."""
+    """One token's differences [K, r] in fp32 less their mean, plus the start."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = d < r
@@ -125,8 +125,7 @@ def centre_kernel(  # type: ignore[no-untyped-def]
     if STARTED:
         begin += tl.load(start + token * start_stride + d, mask=inside, other=0.0).to(tl.float32)
     for k in range(K):
-        share = tl.exp(tl.load(log_prior + token * K + k))
-        begin -= share * tl.load(differences + (token * K + k) * r + d, mask=inside, other=0.0)
+        begin -= tl.load(differences + (token * K + k) * r + d, mask=inside, other=0.0) / K
     for k in range(K):
         place = (token * K + k) * r + d
         own = tl.load(differences + place, mask=inside, other=0.0)
@@ -160,7 +159,7 @@ def few_contexts(
         )  # fmt: skip
         if centred:
             centre_kernel[(tokens, -(-r // INPUTS))](
-                made, log_prior, begin, rows, begin.stride(0), r=r, K=K, STARTED=start is not None,
+                made, begin, rows, begin.stride(0), r=r, K=K, STARTED=start is not None,
                 OUTPUTS=INPUTS, num_warps=1,
             )  # fmt: skip
     return rows, log_prior
