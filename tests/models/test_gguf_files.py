@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from fullrank.errors import FullrankError
+from fullrank.fit.collect import begin_token
 from fullrank.models import gguf_files, loading
 
 TinyModel = Callable[..., Path]
@@ -41,7 +42,9 @@ RENAMED = {
 }
 
 
-def write_gguf(path: Path, loaded: loading.Loaded, *, output: str = "F32", drop: str = "") -> Path:
+def write_gguf(
+    path: Path, loaded: loading.Loaded, *, output: str = "F32", drop: str = "", begin: bool | None = None
+) -> Path:
     """A llama as llama.cpp writes it, the output matrix (the embedding where tied) in a type of choice."""
     import gguf
 
@@ -64,6 +67,8 @@ def write_gguf(path: Path, loaded: loading.Loaded, *, output: str = "F32", drop:
     writer.add_token_merges([" ".join(pair) for pair in inner["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
+    if begin is not None:
+        writer.add_add_bos_token(begin)
     tensors = {name: tensor.numpy() for name, tensor in loaded.model.named_parameters()}
     for name, tensor in tensors.items():
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -102,6 +107,16 @@ def counted(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: TinyModel) -> list
 @pytest.fixture
 def small(tmp_path: Path, tiny_checkpoint: TinyModel) -> Path:
     return write_gguf(tmp_path / "small.gguf", loading.load(tiny_checkpoint("llama")))
+
+
+@pytest.mark.parametrize(("begin", "token"), [(True, 0), (False, None), (None, None)])
+def test_a_begin_token_is_kept(
+    tmp_path: Path, tiny_checkpoint: TinyModel, begin: bool | None, token: int | None
+) -> None:
+    """What the file says of it, through the conversion and the directory that it leaves."""
+    file = write_gguf(tmp_path / "begun.gguf", loading.load(tiny_checkpoint("llama")), begin=begin)
+    gguf_files.convert(file, tmp_path / "made")
+    assert begin_token(loading.load(tmp_path / "made").tokenizer) == token
 
 
 def folders(cache: Path) -> list[str]:

