@@ -97,6 +97,20 @@ def test_another_head_begins_with_the_same_distribution(place: Path, head: str, 
     assert any("contexts" in name for name in begun.groups["model"])
 
 
+def test_from_a_snapshot_the_rate_rises_once_more(started: Callable[..., Path]) -> None:
+    """There is no optimiser to take over, and Adam's first steps are as long as the rate."""
+
+    def rates(run: Path) -> list[float]:
+        lines = [json.loads(line) for line in (run / folder.LOG).read_text().splitlines()]
+        return [line["lr"] for line in lines if line["event"] == "train"]
+
+    settings = sets("steps=10", "optimiser.warmup=0.4", "optimiser.schedule=constant", "evaluate_every=1")
+    assert rates(started("parent@2", *settings, out="snapshot")) == pytest.approx(
+        [0.02 * share for share in (3 / 4 * 1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1, 1)]
+    )
+    assert rates(started("parent@4", *settings, out="checkpoint")) == pytest.approx([0.02] * 6)
+
+
 def test_it_trains_and_continues_under_another_head(place: Path, started: Callable[..., Path]) -> None:
     child = started("parent@4", "--head", "mos")
     assert json.loads((child / "config.json").read_text())["head"]["name"] == "mos"

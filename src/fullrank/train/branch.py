@@ -1,10 +1,11 @@
 """A run that begins where another one stands: `--from RUN@STEP`.
 
 The same model goes on with the weights, optimiser, average and place in the data of that checkpoint, under
-whatever rate, schedule or horizon it is given; of a snapshot, with the weights. Under another head the body
-and W go on, and the head starts as the one before where it can: a mixture whose components are all equal is
-the plain head with that W. What the new head owns beyond is drawn as in a fresh run. On other data a run
-begins at their beginning.
+whatever rate, schedule or horizon it is given. A snapshot has the weights alone, and from it the rate rises
+once more: Adam's first steps are as long as the rate whatever the gradient. Under another head the body and W
+go on, and the head starts as the one before where it can: a mixture whose components are all equal is the
+plain head with that W. What the new head owns beyond is drawn as in a fresh run. On other data a run begins
+at their beginning.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def begun(parent: Parent, config: Config, vocabulary: int, data: str) -> checkpo
     state |= {
         "stage": "train", "stage_step": 0, "history": [], "best_loss": None, "best_step": None, "ended": "",
         "counts": {}, "seconds": 0.0, "skipped": 0, "warmed": 0.0, "horizon": 0,
+        "restarted": -1 if kept else parent.stored.step,
         "averaged": state.get("averaged", 0) if "live" in made else 0,
     }  # fmt: skip
     return checkpoint.Stored(

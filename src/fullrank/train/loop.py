@@ -298,6 +298,9 @@ class Session:
             config.optimiser, state.step - state.stage_step, self.pace.stage_steps,
             finetune=state.stage == "finetune",
         )  # fmt: skip
+        if state.restarted >= 0:
+            rising = max(1, round(config.optimiser.warmup * self.pace.stage_steps))
+            self.rate *= min(1.0, (state.step - state.restarted + 1) / rising)
         if config.jitter:
             # A short sequence has fewer terms in its mean and a noisier gradient.
             self.rate *= batch.length_scale

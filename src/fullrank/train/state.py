@@ -28,6 +28,8 @@ class State:
     best_loss: float | None = None
     best_step: int | None = None
     seconds: float = 0.0
+    restarted: int = -1
+    """The step at which a run that began in another had no optimiser to take over; -1 where it had."""
     skipped: int = 0
     """Steps left out because their gradient was no number."""
     warmed: float = 0.0
