@@ -146,6 +146,13 @@ def rate(config: OptimiserConfig, step: float, steps: float, *, finetune: bool =
     )
 
 
+def settling(config: OptimiserConfig) -> int:
+    """Steps over which the rate of an optimiser that starts anew in the middle of a run rises: twice as many
+    as Adam's mean of squares looks back on (Ma and Yarats 2019, 1910.04209). Until it has seen those its
+    steps are several times as long as later ones."""
+    return 1 if config.name == "nt-asgd" else max(1, round(2 / (1 - config.beta2)))
+
+
 def set_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
     for group in optimiser.param_groups:
         group["lr"] = value * group.get("factor", 1.0)

@@ -299,8 +299,7 @@ class Session:
             finetune=state.stage == "finetune",
         )  # fmt: skip
         if state.restarted >= 0:
-            rising = max(1, round(config.optimiser.warmup * self.pace.stage_steps))
-            self.rate *= min(1.0, (state.step - state.restarted + 1) / rising)
+            self.rate *= min(1.0, (state.step - state.restarted + 1) / optimiser.settling(config.optimiser))
         if config.jitter:
             # A short sequence has fewer terms in its mean and a noisier gradient.
             self.rate *= batch.length_scale
