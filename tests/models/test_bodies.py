@@ -84,18 +84,6 @@ def test_neox_is_pythias() -> None:
     assert config.hidden_act == "gelu"
 
 
-@pytest.mark.parametrize("kind", ["neox", "llama"])
-def test_hidden_matrices_are_those_of_the_layers(kind: str) -> None:
-    made = model(kind)
-    found = bodies.hidden_matrices(made)
-    expected = {
-        weight for name, weight in made.model.named_parameters() if "layers." in name and weight.ndim == 2
-    }
-    assert found == expected
-    assert len(found) == {"neox": 4, "llama": 7}[kind] * LAYERS
-    assert bodies.hidden_matrices(small_models.lstm(vocab=V)) == set()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

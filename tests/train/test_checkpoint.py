@@ -204,7 +204,7 @@ def test_the_last_ones_are_kept_and_the_best_they_name(tmp_path: Path, keep: int
 def test_best_weights_of_a_future_that_is_lived_again_go(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         put(tmp_path, step, "best")
-    checkpoint.drop_best(tmp_path, after=20)
+    checkpoint.drop(tmp_path, "best", after=20)
     assert [checkpoint.step_of(path) for path in found(tmp_path, "best")] == [10, 20]
 
 

@@ -518,7 +518,7 @@ def test_a_bad_step_is_left_out_and_counted(
 def test_too_many_in_a_row_stop_it(shop: Workshop, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(CASES["softmax"], skip=2, checkpoint_every=1)
     SpoilLosses(monkeypatch, {2, 4, 5, 7, 8, 9})
-    with pytest.raises(FullrankError, match="not finite the 3th time in a row at step 9"):
+    with pytest.raises(FullrankError, match="not finite 3 times in a row, the last at step 9"):
         shop.run(config, out)
     assert finite(shop.path / out)
 
@@ -529,6 +529,23 @@ class Told(Show):
 
     def say(self, message: str) -> None:
         self.said.append(message)
+
+
+def test_snapshots_of_a_run_begun_otherwise_go(
+    shop: Workshop, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its first checkpoint, a run may be begun again with other settings."""
+    config = override(CASES["softmax"], ["steps=4", "snapshot_every=2"])
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Session, "_evaluate", lambda session: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            shop.run(config, out)
+    place = shop.path / out / "snapshots"
+    before = checkpoint.read(place / "step-00000000").groups["model"]
+    shop.run(override(config, ["seed=5", "snapshot_every=3"]), out)
+    after = checkpoint.read(place / "step-00000000").groups["model"]
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert [path.name for path in sorted(place.iterdir())] == [f"step-{step:08d}" for step in (0, 1, 2, 3, 4)]
 
 
 def test_how_a_run_goes_may_change_and_its_end_may_move(shop: Workshop, out: str) -> None:

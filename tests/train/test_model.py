@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fullrank.errors import FullrankError
-from fullrank.fit.optimiser import make, set_rate
+from fullrank.fit.optimiser import hidden_matrices, make, set_rate
 from fullrank.heads import build as build_head
 from fullrank.heads.registry import HEADS
 from fullrank.models import FullrankForCausalLM
@@ -228,3 +228,12 @@ def test_rates_of_hidden_matrices_follow_the_width(kind: str) -> None:
 def test_rates_stay_at_their_own_width_and_of_an_lstm(kind: str, rate_width: int) -> None:
     chosen = config(kind, rate_width=rate_width)
     assert width_factors(build(chosen, V), chosen.body) == {}
+
+
+@pytest.mark.parametrize(("kind", "each"), [("neox", 4), ("llama", 7)])
+def test_hidden_matrices_are_those_of_the_layers(kind: str, each: int) -> None:
+    chosen = config(kind)
+    made = build(chosen, V)
+    expected = {name for name, weight in made.named_parameters() if ".layers." in name and weight.ndim == 2}
+    assert hidden_matrices(made) == expected
+    assert len(expected) == each * chosen.body.layers

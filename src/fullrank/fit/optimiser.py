@@ -88,7 +88,7 @@ def own_parameters(model: nn.Module) -> set[str]:
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """Names of what Muon takes: matrices between the embedding and the head."""
+    """Names of the matrices between the embedding and the head, which Muon takes."""
     outside = {
         parameter
         for module in model.modules()

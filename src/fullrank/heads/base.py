@@ -95,6 +95,8 @@ class Head(nn.Module, ABC):
     offsets: ClassVar[tuple[float, ...]] = ()
     """Where its function is not blind to an offset of all scores: offsets worth starting from, of which the
     last makes it softmax."""
+    row_map: ClassVar[str] = ""
+    """The parameter that maps a state to the row that a plain head would score, where it has one."""
     published: ClassVar[Mapping[str, Any] | None] = None
     """Settings that were published with the AWD-LSTM of mixtures on Penn Treebank and WikiText-2."""
 

@@ -29,6 +29,7 @@ class MixtureHead(RowHead):
 
     contexts: Contexts
     mixture: ClassVar[bool] = True
+    row_map: ClassVar[str] = "contexts.shared.weight"
     published: ClassVar[Mapping[str, Any] | None] = YANG
 
     def scored(self) -> int:

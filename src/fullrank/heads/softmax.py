@@ -13,6 +13,7 @@ from fullrank.heads.rows import RowHead
 
 class Softmax(RowHead):
     name = "softmax"
+    row_map = "project.weight"
 
     def __init__(self, *, hidden: int, vocab: int, width: int | None = None, bias: bool = False) -> None:
         super().__init__(hidden=hidden, vocab=vocab, width=width, bias=bias)

@@ -23,7 +23,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.heads.base import require_positive
@@ -34,8 +34,6 @@ OUTPUTS = {
     "llama": ("self_attn.o_proj.weight", "mlp.down_proj.weight"),
 }
 """Ends of the names of matrices that write to the residual, by model type."""
-MATRICES = ("attention", "mlp", "self_attn")
-"""Parts of the names of matrices from hidden states to hidden states."""
 
 
 def transformer(
@@ -118,15 +116,4 @@ def draw(model: Any, seed: int) -> None:
         fill(model.lm_head.decoder.weight, small_init(model.lm_head.width))
 
 
-def hidden_matrices(model: Any) -> set[nn.Parameter]:
-    """The matrices of a transformer that map hidden states to hidden states: their rates follow the width."""
-    if model.config.body.model_type not in OUTPUTS:
-        return set()
-    return {
-        weight
-        for name, weight in model.model.named_parameters()
-        if weight.ndim == 2 and any(part in name.split(".") for part in MATRICES)
-    }
-
-
-__all__ = ["AwdLstmConfig", "draw", "hidden_matrices", "output_init", "small_init", "transformer"]
+__all__ = ["AwdLstmConfig", "draw", "output_init", "small_init", "transformer"]

@@ -17,14 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from fullrank.errors import FullrankError
+from fullrank.heads.registry import find as find_head
 from fullrank.train import checkpoint, folder
 from fullrank.train.config import Config
 from fullrank.train.model import build
 from fullrank.train.state import State
 from fullrank.train.weights import stored_buffers
-
-PROJECTIONS = ("lm_head.project.weight", "lm_head.contexts.shared.weight")
-"""What maps states to rows in a plain head, and the same in a mixture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,7 @@ def begun(parent: Parent, config: Config, vocabulary: int, data: str) -> checkpo
             name: values for name, values in groups.items() if name in ("model", "live")
         }
     else:
-        made = {"model": _with_another_head(parent, live, own)}
+        made = {"model": _with_another_head(parent, live, own, config.head.name)}
     taken = made.get("live", made["model"])
     optimiser = groups.get("optimiser", {}) if config.optimiser.name == parent.config.optimiser.name else {}
     kept = {
@@ -91,7 +89,9 @@ def begun(parent: Parent, config: Config, vocabulary: int, data: str) -> checkpo
     )  # fmt: skip
 
 
-def _with_another_head(parent: Parent, live: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_another_head(
+    parent: Parent, live: dict[str, Tensor], own: dict[str, Tensor], head: str
+) -> dict[str, Tensor]:
     """The body and W of the parent under a head that is drawn."""
     lacking = sorted(
         name
@@ -108,8 +108,7 @@ def _with_another_head(parent: Parent, live: dict[str, Tensor], own: dict[str, T
     for name, tensor in live.items():
         if name in own and own[name].shape == tensor.shape:
             made[name] = tensor
-    for before in PROJECTIONS:
-        for now in PROJECTIONS:
-            if before in live and now in own and live[before].shape == own[now].shape:
-                made[now] = live[before]
+    before, now = (f"lm_head.{find_head(name).row_map}" for name in (parent.config.head.name, head))
+    if before in live and now in own and live[before].shape == own[now].shape:
+        made[now] = live[before]
     return made

@@ -28,6 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from fullrank.errors import FullrankError
+from fullrank.results.files import sha256
 
 VERSION = 2
 MANIFEST = "manifest.json"
@@ -82,7 +83,7 @@ def write(
         for path in sorted(temporary.iterdir()):
             # A rename may reach the disk before the bytes do.
             sync(path)
-            written[path.name] = {"sha256": digest(path), "bytes": path.stat().st_size}
+            written[path.name] = {"sha256": sha256(path), "bytes": path.stat().st_size}
         manifest = {"version": VERSION, "kind": kind, "step": step, "files": written, "state": dict(state)}
         manifest["sha256"] = _manifest_digest(manifest)
         path = temporary / MANIFEST
@@ -142,7 +143,7 @@ def read(path: Path) -> Stored:
             file = path / name
             if Path(name).name != name or file.suffix not in (".safetensors", ".json"):
                 raise Damaged(f"{path} names a file {name!r} that no checkpoint has")
-            if file.stat().st_size != expected["bytes"] or digest(file) != expected["sha256"]:
+            if file.stat().st_size != expected["bytes"] or sha256(file) != expected["sha256"]:
                 raise Damaged(f"{file} is not what was written: its checksum is another")
             if file.suffix == ".safetensors":
                 groups[file.stem] = load_file(file)
@@ -200,9 +201,9 @@ def prune(folder: Path, keep: int) -> None:
             _set_aside(path)
 
 
-def drop_best(folder: Path, *, after: int) -> None:
-    """Remove best weights of later steps: a run that continues from before may not come by them again."""
-    for path in found(folder, "best"):
+def drop(folder: Path, kind: str, *, after: int) -> None:
+    """Remove those of later steps: a run that continues from before may not come by them again."""
+    for path in found(folder, kind):
         if step_of(path) > after:
             _set_aside(path)
 
@@ -232,11 +233,6 @@ def clean(folder: Path) -> None:
 def _manifest_digest(manifest: dict[str, Any]) -> str:
     text = json.dumps({key: value for key, value in manifest.items() if key != "sha256"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -98,7 +98,7 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
                 folder.clean(options.out)
             # The main process sets damaged ones aside before any other looks.
             stored = checkpoint.newest(options.out / folder.CHECKPOINTS, show.say)
-        parent = options.parent
+        parent, own = options.parent, stored is not None
         if stored is None and parent is not None:
             stored = begun(parent, config, corpus.vocabulary.size, corpus.digest)
         require_same(
@@ -109,7 +109,10 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
             # Only now is anything written: all that can be wrong with the settings has been tried.
             folder.claim(options.out, config, corpus.digest, None if parent is None else parent.to_json())
             folder.link_tokens(corpus.folder, options.out / folder.TOKENS)
-            checkpoint.drop_best(options.out / folder.CHECKPOINTS, after=session.state.step)
+            checkpoint.drop(options.out / folder.CHECKPOINTS, "best", after=session.state.step)
+            # Of a run that was begun otherwise before, or of steps that are made again.
+            last = session.state.step if own else -1
+            checkpoint.drop(options.out / folder.SNAPSHOTS, "step", after=last)
             session.publish()
         try:
             return session.run(stop, trackers)
@@ -229,8 +232,6 @@ class Session:
         step, place = self.state.step, self.options.out / folder.SNAPSHOTS
         if not self.pace.snapshot(step, self.config.snapshot_every):
             return
-        if checkpoint.path_of(place, "step", step).exists():
-            return
         with self._aside():
             mean = None if self.learner.average is None else self.learner.average.mean
             weights_now = weights.gather_model(self.learner.bare, mean)
@@ -317,7 +318,7 @@ class Session:
         """Stop where too many steps in a row had a loss or a gradient that is no number."""
         bad = self.tally.bad_row(self.config.skip)
         if bad is not None:
-            times = f"the {self.config.skip + 1}th time in a row at" if self.config.skip else "at"
+            times = f"{self.config.skip + 1} times in a row, the last at" if self.config.skip else "at"
             raise self._not_finite(f"the loss or its gradient is not finite {times}", *bad)
 
     def _not_finite(self, what: str, step: int, cursor: batches.Cursor) -> FullrankError:

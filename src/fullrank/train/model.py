@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from fullrank.errors import FullrankError
+from fullrank.fit.optimiser import hidden_matrices
 from fullrank.heads.base import Head, require_positive
 from fullrank.heads.registry import find as find_head
 from fullrank.models import AwdLstmConfig, FullrankConfig, FullrankForCausalLM, bodies
@@ -146,4 +147,5 @@ def width_factors(model: FullrankForCausalLM, config: BodyConfig) -> dict[torch.
     """
     if config.kind == "awd_lstm" or not config.rate_width or config.rate_width == config.hidden:
         return {}
-    return dict.fromkeys(bodies.hidden_matrices(model), config.rate_width / config.hidden)
+    named = dict(model.named_parameters())
+    return {named[name]: config.rate_width / config.hidden for name in hidden_matrices(model)}
