@@ -12,8 +12,8 @@ from typing import Any
 
 import tyro
 
-from fullrank.report.picture import Specification, svg
-from fullrank.report.theme import MODEL_COLOURS, REFERENCE, configuration
+from fullrank.report.charts.picture import Specification, svg
+from fullrank.report.charts.theme import MODEL_COLOURS, REFERENCE, configuration
 from fullrank.results import write_whole
 
 STAGES = {"tokenising": "tokenise", "counting": "count", "bare": "bare group-by", "curves": "one curve"}

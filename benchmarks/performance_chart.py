@@ -16,8 +16,8 @@ from typing import Any
 
 import tyro
 
-from fullrank.report.picture import Specification, svg
-from fullrank.report.theme import HIGH_RANK_COLOUR, MODEL_COLOURS, REFERENCE, configuration
+from fullrank.report.charts.picture import Specification, svg
+from fullrank.report.charts.theme import HIGH_RANK_COLOUR, MODEL_COLOURS, REFERENCE, configuration
 from fullrank.results import write_whole
 
 FAMILIES = {

@@ -33,7 +33,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from fullrank.diagnose.spectrum import spectrum
+from fullrank.diagnose.questions.spectrum import spectrum
 from fullrank.errors import FullrankError
 from fullrank.results import provenance, write_whole
 

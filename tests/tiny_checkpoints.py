@@ -60,7 +60,7 @@ shore; the shells that she sells are sea shells, for sure. Nothing begins like t
 @pytest.fixture(scope="module")
 def few_orderings() -> Iterator[None]:
     """Two orderings in place of eight for the capacity: whole diagnoses ask it in passing, a second each."""
-    from fullrank.diagnose import unreachable
+    from fullrank.diagnose.questions import unreachable
 
     measure = unreachable.top_m_capacity
     with pytest.MonkeyPatch.context() as patched:

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from fullrank import results
-from fullrank.diagnose import spectrum
 from fullrank.diagnose.diagnosis import INTERRUPTED, NOT_ASKED, QUICK, Answers, Interrupted, Settings, run
+from fullrank.diagnose.questions import spectrum
 from fullrank.errors import FullrankError
 from fullrank.fit import collect
 from fullrank.models import anatomy

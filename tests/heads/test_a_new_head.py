@@ -128,7 +128,7 @@ def test_a_run_with_it_is_diagnosed(run: Path, tmp_path: Path) -> None:
 
 def test_question_six_fits_it() -> None:
     """On a text of two temperatures, which no softmax of the width says."""
-    from fullrank.diagnose import better_head
+    from fullrank.diagnose.questions import better_head
     from fullrank.fit import frozen
     from fullrank.models.output_layer import OutputLayer
 

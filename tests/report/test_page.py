@@ -14,9 +14,9 @@ import pytest
 
 import fullrank.report
 from fullrank.errors import FullrankError
-from fullrank.report import charts
+from fullrank.report.charts import diagnosis_charts as charts
+from fullrank.report.charts.theme import DARK, HIGH_RANK_COLOUR, SOFTMAX_COLOUR
 from fullrank.report.figures import figure
-from fullrank.report.theme import DARK, HIGH_RANK_COLOUR, SOFTMAX_COLOUR
 from fullrank.results import Ladder, Provenance
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.diagnose.monitors import MONITORS, contexts_wanted
-from fullrank.diagnose.spectrum import spectrum
+from fullrank.diagnose.questions.spectrum import spectrum
 from fullrank.errors import FullrankError
 from fullrank.heads import build
 from fullrank.models import FullrankForCausalLM

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.data.data_collator import default_data_collator
 
 from fullrank.diagnose.monitors import MONITORS, measure
-from fullrank.diagnose.spectrum import spectrum
+from fullrank.diagnose.questions.spectrum import spectrum
 from fullrank.errors import FullrankError
 from fullrank.train import FullrankMonitor
 from fullrank.upgrade import upgrade

@@ -46,8 +46,8 @@ def series(options: Series) -> None:
 
     from fullrank import report, results
     from fullrank.cli import outcome, run_table
-    from fullrank.diagnose import runs
-    from fullrank.diagnose import series as analysis
+    from fullrank.diagnose.series import runs
+    from fullrank.diagnose.series import series as analysis
 
     console = Console()
     results.check_writable(options.out)

@@ -152,7 +152,7 @@ def _conclude(console: Console, options: Train, config: Config, outcome: Outcome
     """What a person wants to read at the end; the record and its page where the run is over."""
     from fullrank import report, results
     from fullrank.cli import outcome as outcomes
-    from fullrank.diagnose.runs import judged
+    from fullrank.diagnose.series.runs import judged
     from fullrank.results.training_log import read_log
     from fullrank.train.processes import is_main
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from fullrank import results
-from fullrank.diagnose import (
+from fullrank.diagnose import findings
+from fullrank.diagnose.attention import question as attention
+from fullrank.diagnose.questions import (
     anisotropy,
-    attention,
     better_head,
-    findings,
     gradient,
     logprob_rank,
     loss,

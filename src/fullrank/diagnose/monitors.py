@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullrank.diagnose.anisotropy import SINK, mean_cosine
-from fullrank.diagnose.spectrum import singular_values
+from fullrank.diagnose.questions.anisotropy import SINK, mean_cosine
+from fullrank.diagnose.questions.spectrum import singular_values
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Head
 from fullrank.heads.rows import RowHead

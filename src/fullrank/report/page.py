@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullrank.report.charts.picture import Specification, inline, missing, printable, svg
+from fullrank.report.charts.theme import DARK, NARROW, WIDE, Key
 from fullrank.report.figures import Cell, figure, interval
-from fullrank.report.picture import Specification, inline, missing, printable, svg
 from fullrank.report.text import shown
-from fullrank.report.theme import DARK, NARROW, WIDE, Key
 from fullrank.results import Estimate, Provenance
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from fullrank.errors import FullrankError
-from fullrank.report.attention_study_page import attention_study_page
-from fullrank.report.corpus_charts import looks
-from fullrank.report.corpus_page import corpora_page, corpus_page
-from fullrank.report.diagnosis_page import comparison_page, diagnosis_page
-from fullrank.report.ladder_page import ladder_page
+from fullrank.report.charts.corpus_charts import looks
 from fullrank.report.page import Page, html
-from fullrank.report.series_page import series_page
+from fullrank.report.pages.attention_study_page import attention_study_page
+from fullrank.report.pages.corpus_page import corpora_page, corpus_page
+from fullrank.report.pages.diagnosis_page import comparison_page, diagnosis_page
+from fullrank.report.pages.ladder_page import ladder_page
+from fullrank.report.pages.series_page import series_page
+from fullrank.report.pages.templates_page import templates_page
+from fullrank.report.pages.training_page import training_page, trainings_page
+from fullrank.report.pages.upgrade_page import collapse_page, upgrade_page
 from fullrank.report.subject import names_of
-from fullrank.report.templates_page import templates_page
-from fullrank.report.training_page import training_page, trainings_page
-from fullrank.report.upgrade_page import collapse_page, upgrade_page
 from fullrank.results import (
     AttentionStudy,
     Collapse,

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from fullrank.errors import FullrankError
+from fullrank.report.charts.theme import MODEL_COLOURS
 from fullrank.report.text import shown, unique
-from fullrank.report.theme import MODEL_COLOURS
 from fullrank.results import Diagnosis
 
 

@@ -1,0 +1,1 @@
+"""One module a question: what it measures of the states and the output layer, and its record."""

@@ -1,0 +1,1 @@
+"""Curves of many checkpoints or models: saturation, scaling, and where they come from."""

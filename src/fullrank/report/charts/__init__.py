@@ -1,0 +1,1 @@
+"""One module a kind of chart, and the look that all share."""

@@ -1,0 +1,1 @@
+"""One module a page, or a part of one."""

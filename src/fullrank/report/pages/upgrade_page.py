@@ -1,0 +1,276 @@
+"""The pages of an upgrade and of a collapse: nats before and after against the controls, with intervals."""
+
+from __future__ import annotations
+
+from fullrank.report.charts.axis import Axis
+from fullrank.report.charts.intervals import Intervals, Mark
+from fullrank.report.charts.theme import HIGH_RANK_COLOUR, MUTED, SOFTMAX_COLOUR, Key
+from fullrank.report.figures import Cell, figure, with_interval
+from fullrank.report.page import Chart, Column, Page, Section, Table, draw
+from fullrank.report.text import shown
+from fullrank.results import Collapse, Estimate, Upgrade
+from fullrank.results.upgrade import TrainedHead, TrainingText, UpgradeTraining
+
+CONTROLS = {"softmax": "softmax, the original", "softmax_equal": "softmax, as many parameters"}
+
+
+def upgrade_page(record: Upgrade) -> Page:
+    """The page of an upgrade."""
+    model = record.model
+    return Page(
+        title=f"Upgrade of {shown(model.name)} to {shown(record.head)}",
+        lead=(
+            f"{model.parameters:,} parameters before, {record.parameters:,} with the new head; width D = "
+            f"{model.width:,}, vocabulary V = {model.vocabulary:,}. {record.verdict}"
+        ),
+        sections=(
+            *(_training(record.training, record) if record.training is not None else ()),
+            *_preserved(record),
+            *_notes(record.notes),
+        ),
+    )
+
+
+def collapse_page(record: Collapse) -> Page:
+    """The page of a collapse."""
+    rows: tuple[tuple[Cell, ...], ...] = (
+        ("cost: KL(upgraded ‖ plain)", record.cost),
+        ("the same before fitting, with the upgraded head’s own matrix", record.start),
+        ("loss of the upgraded model", record.upgraded_loss),
+        ("loss of the plain model", record.plain_loss),
+    )
+    return Page(
+        title=f"{shown(record.model)} as a plain {shown(record.architecture)}",
+        lead=(
+            f"The closest plain softmax head to the model’s {shown(record.head)} head. On held-out text it "
+            f"costs {with_interval(record.cost)} nats per token."
+        ),
+        sections=(
+            Section(
+                title="What it costs",
+                text=(
+                    "KL(upgraded ‖ plain) is how far the plain model’s predictions are from the upgraded "
+                    "one’s; at 0 they are the same. The losses are on the tokens that came, and the plain "
+                    "model’s can be the lower one.",
+                ),
+                table=Table(
+                    caption="On the held-out text, with intervals of 95% over blocks of text.",
+                    columns=(Column(name="quantity"), Column(name="value", unit="nats per token")),
+                    rows=rows,
+                ),
+            ),
+            Section(
+                title="The fit",
+                table=_text_table(
+                    record.text,
+                    ("rows of the output matrix fitted one by one", record.rows),
+                    ("steps", record.steps),
+                    ("seconds", record.seconds),
+                ),
+            ),
+            *_notes(record.notes),
+        ),
+    )
+
+
+def _training(found: UpgradeTraining, record: Upgrade) -> tuple[Section, ...]:
+    picture, gains = losses(found), gain(found, record.head)
+    how = "each with a copy of the body" if found.unfrozen else "on states of the frozen body"
+    sections = [
+        Section(
+            title="Before and after training",
+            text=(
+                f"Every head starts as the original and is trained in the same way, {how}: same text, same "
+                "rows of the output matrix, same learning rates to choose from, same stopping rule. Further "
+                "left is better.",
+            ),
+            chart=_chart(
+                picture,
+                "Held-out loss before and after training, by head, nats per token",
+                "All figures are in the table below.",
+            ),
+            table=_heads(found),
+        ),
+        Section(
+            title=f"Gain over {CONTROLS.get(found.control, found.control)}",
+            text=(
+                "The loss of the better control minus that of the upgraded head, token by token on the same "
+                "held-out text. An interval with 0 in it shows no gain. It is what the head buys this body "
+                f"{'after this training' if found.unfrozen else 'frozen'}, on this text; not what a body "
+                "trained with it from the start would reach.",
+            ),
+            chart=_chart(
+                gains, "Gain over the better control, nats per token", f"The mean is {figure(found.gain)}."
+            ),
+        ),
+    ]
+    if found.candidates:
+        sections.append(
+            Section(
+                title="Heads that were tried",
+                table=Table(
+                    caption="Each after a short training, on the text for choosing.",
+                    columns=(
+                        Column(name="head"),
+                        Column(name="loss", unit="nats per token"),
+                        Column(name="better control", unit="nats per token"),
+                        Column(name="time", unit="seconds"),
+                        Column(name="left out because"),
+                    ),
+                    rows=tuple(
+                        (
+                            shown(one.head),
+                            None if one.reason else one.choose_loss,
+                            None if one.reason else one.control_loss,
+                            None if one.reason else one.seconds,
+                            one.reason,
+                        )
+                        for one in found.candidates
+                    ),
+                ),
+            )
+        )
+    sections.append(
+        Section(
+            title="The training",
+            table=_text_table(
+                found.text,
+                ("rows of the output matrix trained", found.rows),
+                ("loss in training over the whole vocabulary", "yes" if found.exact else "no, estimated"),
+                ("seeds", found.seeds),
+                ("seed that was saved", found.saved_seed),
+                ("its held-out loss, nats per token", found.saved_loss),
+                ("seconds", found.seconds),
+            ),
+        )
+    )
+    return tuple(sections)
+
+
+def losses(found: UpgradeTraining) -> Intervals:
+    """Each head's held-out loss: a ring before training, a dot after it."""
+    names = tuple(_label(one) for one in found.fits)
+    marks = []
+    for name, one in zip(names, found.fits, strict=True):
+        colour = SOFTMAX_COLOUR if one.head in CONTROLS else HIGH_RANK_COLOUR
+        for words, shape, estimate in (("before", "ring", one.before), ("after", "dot", one.after)):
+            marks.append(_mark(name, words, shape, estimate, MUTED if words == "before" else colour))
+    return Intervals(
+        x=Axis(title="held-out loss, nats per token"),
+        rows=names,
+        marks=tuple(marks),
+        models=("before", "after"),
+        figures=tuple(figure(one.after) for one in found.fits),
+        legend=(
+            Key(label="before training", colour=MUTED, mark="ring"),
+            Key(label="after, control", colour=SOFTMAX_COLOUR, mark="dot"),
+            Key(label="after, upgraded head", colour=HIGH_RANK_COLOUR, mark="dot"),
+        ),
+    )
+
+
+def gain(found: UpgradeTraining, head: str) -> Intervals:
+    """The gain with its interval, and that of every seed."""
+    mean = f"{shown(head)}, all seeds"
+    rows = (mean, *(f"seed {number}" for number in range(len(found.gain_by_seed))))
+    marks = [_mark(mean, "", "dot", found.gain, HIGH_RANK_COLOUR)]
+    for row, value in zip(rows[1:], found.gain_by_seed, strict=True):
+        marks.append(
+            Mark(
+                row=row, model="", value=value, colour=HIGH_RANK_COLOUR, shape="tick",
+                summary=f"{row}: {figure(value)} nats per token",
+            )
+        )  # fmt: skip
+    return Intervals(
+        x=Axis(title="gain over the better control, nats per token"),
+        rows=rows,
+        marks=tuple(marks),
+        models=("",),
+        figures=(figure(found.gain), *(figure(value) for value in found.gain_by_seed)),
+        lines=(0.0,),
+    )
+
+
+def _mark(row: str, words: str, shape: str, estimate: Estimate, colour: str) -> Mark:
+    label = f"{row}, {words}" if words else row
+    return Mark(
+        row=row, model=words, value=estimate.value, low=estimate.low, high=estimate.high, colour=colour,
+        shape=shape, summary=f"{label}: {with_interval(estimate)} nats per token",
+    )  # fmt: skip
+
+
+def _chart(picture: Intervals, name: str, description: str) -> Chart | None:
+    if not picture.drawable():
+        return None
+    return draw(
+        lambda *, width: picture.specification(width=width),
+        name=name,
+        description=description,
+        legend=picture.legend,
+    )
+
+
+def _label(one: TrainedHead) -> str:
+    return CONTROLS.get(one.head, shown(one.head))
+
+
+def _heads(found: UpgradeTraining) -> Table:
+    return Table(
+        caption="Nats per token on the held-out text; intervals of 95% over blocks of text, and over seeds.",
+        columns=(
+            Column(name="head"),
+            Column(name="before"),
+            Column(name="after"),
+            Column(name="own parameters", unit="without the matrix"),
+            Column(name="trained", unit="parameters"),
+            Column(name="learning rate", unit="relative"),
+            Column(name="steps", unit="by seed"),
+            Column(name="time", unit="seconds"),
+        ),
+        rows=tuple(
+            (
+                _label(one), one.before, one.after, one.parameters, one.trained, one.rate,
+                ", ".join(map(str, one.steps)), one.seconds,
+            )
+            for one in found.fits
+        ),
+    )  # fmt: skip
+
+
+def _preserved(record: Upgrade) -> tuple[Section, ...]:
+    kept = record.preserved
+    if kept is None:
+        return ()
+    return (
+        Section(
+            title="The same model before training",
+            table=Table(
+                caption=f"The upgraded model held against the original on {kept.tokens:,} tokens of text.",
+                columns=(Column(name="quantity"), Column(name="value", unit="nats")),
+                rows=(
+                    ("KL(original ‖ upgraded), a token", kept.kl.value),
+                    ("largest difference of a log-probability of what came", kept.largest),
+                ),
+            ),
+        ),
+    )
+
+
+def _text_table(text: TrainingText, *more: tuple[Cell, ...]) -> Table:
+    sources = ", ".join(text.sources[:3]) + (", ..." if len(text.sources) > 3 else "")
+    return Table(
+        caption="In three parts of whole windows, in the text’s own order.",
+        columns=(Column(name="quantity"), Column(name="value")),
+        rows=(
+            ("text", shown(sources)),
+            ("tokens trained on", text.fit_tokens),
+            ("tokens for choosing rates and stopping points", text.choose_tokens),
+            ("tokens judged on", text.held_out_tokens),
+            ("tokens a window", text.window),
+            *more,
+        ),
+    )
+
+
+def _notes(notes: tuple[str, ...]) -> tuple[Section, ...]:
+    return (Section(title="Notes", items=notes),) if notes else ()

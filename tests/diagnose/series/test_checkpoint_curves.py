@@ -1,0 +1,139 @@
+"""Curves from hand-made diagnoses of checkpoints, and the steps in their names."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fullrank.diagnose.series import checkpoint_curves, series
+from fullrank.results import Diagnosis, Estimate, Series
+from fullrank.results.diagnosis import (
+    Anisotropy,
+    LayerGeometry,
+    LogprobRank,
+    Loss,
+    Missing,
+    ModelFacts,
+    Spectrum,
+    TextFacts,
+)
+
+
+def diagnosis(nats: float, rank: float, missing: tuple[Missing, ...] = ()) -> Diagnosis:
+    layer = LayerGeometry(
+        layer=2, name="last", cosine=Estimate(value=0.5, low=0.4, high=0.6),
+        cosine_centred=Estimate(value=0.0, low=0.0, high=0.0), top_variance_share=0.1, effective_rank=9.0,
+        outliers=(), largest_kurtosis=3.0, sinks=1,
+    )  # fmt: skip
+    point = Estimate(value=nats, low=nats - 0.02, high=nats + 0.02)
+    return Diagnosis(
+        model=ModelFacts(
+            name="m", source="directory", architecture="x", parameters=70_000_000, layers=2, width=8,
+            vocabulary=32, tokens=32, tied=False, bias=False, logit_scale=1.0, softcap=None, final_norm="",
+            storage="float32", dtype="float32", fingerprint="0", notes=(),
+        ),
+        text=TextFacts(
+            sources=(), sha256="", bytes=1, tokens=1, window=1, windows=1, starts_with_bos=False,
+            fit_tokens=0, choose_tokens=0, held_out_tokens=0,
+        ),
+        findings=(),
+        loss=Loss(
+            nats_per_token=point, standard_error=0.01, perplexity=point, bits_per_byte=point, tokens=1,
+            bytes=1, blocks=1, by_position=(),
+        ),
+        spectrum=Spectrum(
+            singular_values=(), singular_entropy=0.25, effective_rank=rank, random_effective_rank=1.0,
+            stable_rank=1.0, participation_ratio=1.0, condition=1.0, numerical_rank=1, noise=0.0,
+            noise_origin="",
+        ),
+        anisotropy=Anisotropy(tokens=1, layers=(layer,)),
+        logprob_rank=LogprobRank(
+            least_rank=8, gap_rank=8, gap=1.0, noise_floor=0.0, ceiling=8, ceiling_reason="", contexts=1,
+            columns=1, method="core", singular_values=(),
+        ),
+        rank_needed=None, better_head=None, unreachable=None, gradient=None, missing=missing, seconds={},
+    )  # fmt: skip
+
+
+NATS = {1000: 4.0, 2000: 3.5, 4000: 3.2, 8000: 3.4, 16000: 3.6, 32000: 3.8}
+
+
+def diagnosed(
+    sources: list[str | Path], revisions: tuple[str, ...] = ()
+) -> tuple[Series, list[dict[str, object]]]:
+    calls: list[dict[str, object]] = []
+
+    def diagnose(model: str | Path, **rest: object) -> Diagnosis:
+        calls.append({"model": model, **rest})
+        step = checkpoint_curves.step_of(str(rest["revision"] or Path(model).name))
+        return diagnosis(NATS.get(step or 0, 3.0), float(step or 0) or 1.0)
+
+    return series.run(sources, revisions=revisions, text=(Path("t.txt"),), diagnose=diagnose), calls
+
+
+def test_checkpoint_directories(tmp_path: Path) -> None:
+    places = [tmp_path / "run-a" / f"checkpoint-{step}" for step in reversed(NATS)]
+    for place in places:
+        place.mkdir(parents=True)
+    found, calls = diagnosed(list(places))
+    assert [call["model"] for call in calls] == places
+    assert {call["only"] for call in calls} == {("loss", "spectrum", "anisotropy", "logprob_rank")}
+    assert {call["text"] for call in calls} == {(Path("t.txt"),)}
+    by_metric = {one.metric: one for one in found.curves}
+    assert list(by_metric) == [
+        "nats_per_token", "effective_rank", "singular_entropy", "last_layer_cosine", "least_rank",
+    ]  # fmt: skip
+    nats = by_metric["nats_per_token"]
+    assert (nats.model, nats.shots, nats.steps) == ("run-a", None, tuple(NATS))
+    assert nats.values == tuple(NATS.values())
+    assert nats.standard_errors == pytest.approx([0.01] * 6)
+    assert by_metric["effective_rank"].values == tuple(map(float, NATS))
+    assert by_metric["effective_rank"].lower_is_better is None
+    assert by_metric["last_layer_cosine"].standard_errors == pytest.approx([0.2 / 3.92] * 6)
+    (one,) = found.saturation
+    assert (one.saturated, one.best_step) == (True, 4000)
+    assert found.notes == ()
+
+
+def test_revisions_of_a_hub_model() -> None:
+    found, calls = diagnosed(["someone/pythia-70m"], tuple(f"step{step}" for step in NATS))
+    assert {call["model"] for call in calls} == {"someone/pythia-70m"}
+    assert [call["revision"] for call in calls] == [f"step{step}" for step in NATS]
+    assert found.curves[0].steps == tuple(NATS)
+    assert found.curves[0].model == "someone/pythia-70m"
+
+
+def test_names_without_steps_are_taken_in_order(tmp_path: Path) -> None:
+    places = [tmp_path / "run" / name for name in ("early", "middle", "late")]
+    for place in places:
+        place.mkdir(parents=True)
+    found, _ = diagnosed(list(places))
+    assert found.curves[0].steps == (1, 2, 3)
+    assert any("order given" in note for note in found.notes)
+    assert not found.saturation[0].saturated
+    assert "3 usable points" in found.saturation[0].reason
+
+
+def test_unanswered_questions_are_said(tmp_path: Path) -> None:
+    place = tmp_path / "run" / "step5"
+    place.mkdir(parents=True)
+    empty = dataclasses.replace(
+        diagnosis(3.0, 2.0, (Missing(question="loss", reason="no text"),)), loss=None, anisotropy=None
+    )
+    found = series.run([place], metric="effective_rank", diagnose=lambda model, **rest: empty)
+    assert [one.metric for one in found.curves] == ["effective_rank", "singular_entropy", "least_rank"]
+    assert any("step5: no loss (no text)" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step1000", 1000),
+        ("checkpoint-500", 500),
+        ("global_step10", 10),
+        ("run2-step_30", 30),
+        ("final", None),
+    ],
+)
+def test_steps_in_names(name: str, step: int | None) -> None:
+    assert checkpoint_curves.step_of(name) == step

@@ -1,0 +1,140 @@
+"""The scaling law: the published constants come back from points made with them, and so do planted gaps."""
+
+import math
+
+import pytest
+
+from fullrank.diagnose.series import scaling
+from fullrank.diagnose.series.scaling import Model, NoFitError, predict
+from fullrank.results.series import Scaling
+
+TOKENS = 3e11
+LARGE = (4.1e8, 1e9, 1.4e9, 2.8e9, 6.9e9)
+SMALL = (1.4e7, 7e7, 1.6e8)
+
+
+def published(parameters: float, tokens: float = TOKENS) -> float:
+    """Godey et al.: A and alpha on the Pile, the rest by Hoffmann et al."""
+    return float(predict(parameters, tokens, A=119.09, alpha=0.246, B=410.7, beta=0.28, E=1.69))
+
+
+def model(parameters: float, final: float, *, error: float = 0.003, tokens: float = TOKENS) -> Model:
+    return Model(
+        name=f"{parameters:g}",
+        parameters=parameters,
+        tokens=tokens,
+        final=final,
+        best=0.98 * final,
+        relative_error=error,
+    )
+
+
+def fitted(models: list[Model], *, is_published: bool = True, fit_from: float = 4e8) -> Scaling:
+    return scaling.fit(
+        models, metric="loss", unit="nats", shots=None, published=is_published, fit_from=fit_from
+    )
+
+
+def test_published_values() -> None:
+    assert [published(size) for size in (4.1e8, 1.6e8, 1.4e7)] == pytest.approx(
+        [2.847, 3.083, 4.020], abs=1e-3
+    )
+
+
+def test_law_comes_back_and_small_models_stand_above_it() -> None:
+    """Small models that end 8% above the law, as published, are found 8% above it."""
+    models = [model(size, published(size)) for size in LARGE] + [
+        model(size, 1.08 * published(size)) for size in SMALL
+    ]
+    found = fitted(models[::-1])
+    assert found.A.value == pytest.approx(119.09, rel=1e-4)
+    assert found.alpha.value == pytest.approx(0.246, rel=1e-4)
+    assert found.A.low < 119.09 < found.A.high
+    assert found.alpha.low < 0.246 < found.alpha.high
+    assert (found.B, found.beta, found.E.value, found.fixed) == (410.7, 0.28, 1.69, ("B", "beta", "E"))
+    assert [point.parameters for point in found.points] == sorted((*SMALL, *LARGE))
+    for point in found.points:
+        assert point.fitted == (point.parameters in LARGE)
+        gap = 0.0 if point.fitted else 8.0
+        assert point.final_gap_percent.value == pytest.approx(gap, abs=1e-3)
+        assert point.final_gap_percent.low < gap < point.final_gap_percent.high
+        assert point.best_gap_percent.value == pytest.approx(0.98 * (100 + gap) - 100, abs=1e-3)
+
+
+def test_models_may_have_seen_different_tokens() -> None:
+    models = [model(size, published(size, 1e10 * size**0.1), tokens=1e10 * size**0.1) for size in LARGE]
+    assert fitted(models).alpha.value == pytest.approx(0.246, rel=1e-4)
+
+
+def test_one_outlier_does_not_rule() -> None:
+    """Huber: least squares would move alpha by three times as much."""
+    sizes = (4.1e8, 7e8, 1e9, 1.4e9, 2e9, 2.8e9, 4e9, 6.9e9, 1.2e10)
+    models = [model(size, published(size) * (1.2 if size == 1.2e10 else 1)) for size in sizes]
+    assert abs(fitted(models).alpha.value - 0.246) < 0.04
+
+
+def test_two_models_without_errors_have_no_interval() -> None:
+    found = fitted([model(size, published(size), error=0) for size in LARGE[:2]])
+    assert found.alpha.value == pytest.approx(0.246, rel=1e-3)
+    assert math.isnan(found.alpha.low)
+    assert "no intervals" in found.note
+    with_errors = fitted([model(size, published(size), error=0.01) for size in LARGE[:2]])
+    assert with_errors.alpha.low < 0.246 < with_errors.alpha.high
+
+
+def test_free_law_comes_back() -> None:
+    models = [
+        model(size, float(predict(size, TOKENS, A=500.0, alpha=0.3, B=0.0, beta=1.0, E=0.7)), error=0.001)
+        for size in (*LARGE, 1.2e10)
+    ]
+    found = fitted(models, is_published=False)
+    assert found.alpha.value == pytest.approx(0.3, rel=1e-3)
+    assert found.A.value == pytest.approx(500, rel=1e-2)
+    assert found.E.value == pytest.approx(0.7, rel=1e-3)
+    assert (found.B, found.beta, found.fixed) == (None, None, ())
+    assert found.E.low < 0.7 < found.E.high
+
+
+def test_same_seed_same_intervals() -> None:
+    models = [model(size, published(size)) for size in LARGE]
+    assert fitted(models) == fitted(models)
+
+
+@pytest.mark.parametrize(
+    ("models", "is_published", "words"),
+    [
+        ([model(4.1e8, 2.8), model(7e7, 3.3)], True, ["1 size of at least", "needs 2", "--fit-from"]),
+        ([model(4.1e8, 2.8), model(4.1e8, 2.7)], True, ["1 size of at least"]),
+        ([model(size, published(size)) for size in LARGE[:3]], False, ["3 sizes", "needs 4"]),
+        ([model(4.1e8, 1.5), model(1e9, 1.4)], True, ["not above the published", "1.5"]),
+        ([model(size, 2.0, tokens=size) for size in LARGE], False, ["different numbers of tokens"]),
+        ([model(size, -0.1) for size in LARGE], False, ["not positive"]),
+    ],
+)
+def test_what_cannot_be_fitted(models: list[Model], is_published: bool, words: list[str]) -> None:
+    with pytest.raises(NoFitError) as raised:
+        fitted(models, is_published=is_published)
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "batch"),
+    [
+        ("pythia-70m", 7e7, None),
+        ("EleutherAI/pythia-410m-deduped", 4.1e8, None),
+        ("pythia-1b-bf16", 1e9, None),
+        ("pythia-2.8b", 2.8e9, None),
+        ("6.9b", 6.9e9, None),
+        ("pythia-70m-0.25MtokBS", 7e7, 262_144),
+        ("pythia-160m-0.5MtokBS", 1.6e8, 524_288),
+        ("pythia-14m-seed8", 1.4e7, None),
+        ("SmolLM2-135M-Instruct", 1.35e8, None),
+        ("gpt2", None, None),
+        ("0.25MtokBS", None, 262_144),
+        ("t5-11billion", None, None),
+    ],
+)
+def test_names(name: str, parameters: float | None, batch: float | None) -> None:
+    assert scaling.parameters_of(name) == parameters
+    assert scaling.batch_of(name) == batch

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from fullrank.report.page import Answer
+from fullrank.report.pages.answer import answer, shared_caution
+from fullrank.report.subject import subjects_of
+from fullrank.results import Diagnosis, Estimate
+
+
+def answered(record: Diagnosis) -> Answer:
+    (subject,) = subjects_of([record])
+    return answer(subject, alone=True)
+
+
+def with_gain(record: Diagnosis, value: float, low: float, high: float) -> Diagnosis:
+    assert record.better_head is not None
+    gain = Estimate(value=value, low=low, high=high)
+    return dataclasses.replace(record, better_head=dataclasses.replace(record.better_head, best_gain=gain))
+
+
+def test_three_sentences_and_the_two_figures(diagnosis: Diagnosis) -> None:
+    said = answered(diagnosis)
+    assert len(said.sentences) == 3
+    assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in said.sentences)
+    rank, gain = said.tiles
+    assert (rank.value, rank.unit, rank.remarks) == ("301", "of width D = 576", ("95% interval 250 to 380",))
+    assert (gain.value, gain.unit) == ("0.014", "nats per token")
+    assert gain.remarks == ("95% interval 0.006 to 0.022", "1.4% of the perplexity, with moss")
+    assert "about 301 (95% interval 250 to 380)" in said.sentences[0]
+    assert "within 0.01 nats per token" in said.sentences[0]
+    assert "moss, saves 0.014 nats per token (0.006 to 0.022)" in said.sentences[1]
+    assert "disputed" in said.sentences[2]
+
+
+def test_an_interval_with_zero_is_no_gain(diagnosis: Diagnosis) -> None:
+    said = answered(with_gain(diagnosis, 0.003, -0.001, 0.007))
+    assert said.sentences[1].startswith("No gain from a better head can be told from zero")
+    assert "saves" not in said.sentences[1]
+    assert said.tiles[1].remarks[-1] == "cannot be told from zero"
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.02), (-0.02, 0.0)])
+def test_an_interval_that_touches_zero_includes_it(low: float, high: float, diagnosis: Diagnosis) -> None:
+    said = answered(with_gain(diagnosis, (low + high) / 2, low, high))
+    assert "can be told from zero" in said.sentences[1]
+
+
+def test_a_loss_is_no_gain(diagnosis: Diagnosis) -> None:
+    said = answered(with_gain(diagnosis, -0.02, -0.03, -0.01))
+    assert said.sentences[1].startswith("No better head was found")
+    assert "worse by 0.020 nats per token (0.010 to 0.030)" in said.sentences[1]
+    assert said.tiles[1].value == "−0.020"
+
+
+def test_a_gain_without_interval_is_not_claimed(diagnosis: Diagnosis) -> None:
+    said = answered(with_gain(diagnosis, 0.02, math.nan, math.nan))
+    assert "cannot be told from chance" in said.sentences[1]
+    assert {"no interval", "cannot be told from zero"} <= set(said.tiles[1].remarks)
+
+
+def test_a_loss_that_still_falls_is_said(diagnosis: Diagnosis) -> None:
+    assert diagnosis.rank_needed is not None
+    needed = dataclasses.replace(diagnosis.rank_needed, still_falling=True)
+    said = answered(dataclasses.replace(diagnosis, rank_needed=needed))
+    assert said.sentences[0].startswith(
+        "The model uses its width to the end: its loss still falls at rank 576"
+    )
+    assert "the loss still falls at full width" in said.tiles[0].remarks
+
+
+def test_what_was_not_measured_is_named_with_its_reason(partial: Diagnosis) -> None:
+    said = answered(partial)
+    assert said.sentences == (
+        "What rank its output layer needs was not measured (interrupted after 3 of 9 ranks).",
+        "What a better head would buy was not measured (too few tokens: 900, needs 20,000).",
+        "So this page does not say whether the output layer holds the model back; what was measured follows.",
+    )
+    assert [tile.value for tile in said.tiles] == ["–", "–"]
+    assert all("not measured" in tile.remarks for tile in said.tiles)
+
+
+def test_one_figure_is_not_both(diagnosis: Diagnosis) -> None:
+    said = answered(dataclasses.replace(diagnosis, rank_needed=None))
+    assert said.sentences[0] == "What rank its output layer needs was not measured."
+    assert said.sentences[2].startswith("The one figure comes")
+
+
+def test_no_number_is_no_verdict(odd_diagnosis: Diagnosis) -> None:
+    said = answered(odd_diagnosis)
+    assert "came out as no number" in said.sentences[0]
+    assert "came out as no number" in said.sentences[1]
+    assert [tile.value for tile in said.tiles] == ["–", "–"]
+
+
+def test_no_sentence_blames_the_rank(
+    diagnosis: Diagnosis, other: Diagnosis, partial: Diagnosis, odd_diagnosis: Diagnosis
+) -> None:
+    for record in (diagnosis, other, partial, odd_diagnosis):
+        words = " ".join(answered(record).sentences).lower()
+        assert not {"bottleneck", "because", "broken", "too small", "too low"} & set(words.split())
+        assert "cause" not in words or "disputed" in words
+
+
+def test_side_by_side_the_caution_is_said_once(
+    diagnosis: Diagnosis, other: Diagnosis, partial: Diagnosis
+) -> None:
+    subjects = subjects_of([diagnosis, other, partial])
+    said = [answer(one, alone=False) for one in subjects]
+    assert [len(one.sentences) for one in said] == [2, 2, 3]
+    assert "disputed" in shared_caution(subjects)
+    assert shared_caution(subjects[2:]) == ""
