@@ -53,19 +53,21 @@ class Diagnose:
     skip: tuple[Question, ...] = ()
     """Leave these questions out."""
     quick: bool = False
-    """A first look: fewer tokens, one mixture, one learning rate, a shorter search."""
+    """A first look in ninety seconds: fewer tokens, one mixture, short fits, nothing planted."""
+    thorough: bool = False
+    """For a GPU: up to a million tokens, every head, eight components where they are wanted."""
     tokens: int | None = None
-    """Tokens of text to run the model on; 6144 by default, 3072 with --quick."""
+    """Tokens of text to run the model on; by default as many as its size allows in some minutes."""
     window: int | None = None
     """Tokens a window, the longest context; 512 by default."""
     memory: float | None = None
     """GiB that states and buffers may take beside the model; 2 by default."""
     components: int | None = None
-    """Components of the mixtures; 2 by default."""
+    """Components of the mixtures; by default 2 to 4, as the split of the rows says."""
     seeds: int | None = None
-    """Fits of every head; 2 by default, 1 with --quick."""
+    """Fits of the best head and its control; 1 by default, 2 with --thorough."""
     search_seconds: float | None = None
-    """Time for the search for unreachable tokens; 25 by default, 12 with --quick."""
+    """Time for the search for unreachable tokens; 25 by default, 8 with --quick."""
     seed: int = 0
     """Seed of everything random."""
     device: str = "auto"
@@ -107,6 +109,9 @@ def diagnose(options: Diagnose) -> None:
         outcome.say_where(console, options.out)
         raise
     outcome.write(record, made, options.out)
+    if record.verdict is not None:
+        for line in record.verdict.lines:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(table(record))
     for line in findings(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -161,13 +166,19 @@ def _diagnosed(
         raise FullrankError(f"--revision was given for {run}, a run on this disk: leave it out")
     progress("loading the run", 0.0)
     loaded = load_run(run, device=device, dtype=dtype)
-    text: Any = options.text or held_out_windows(run, loaded, tokens=settings.tokens, window=settings.window)
+    from fullrank.diagnose.diagnosis import tokens_for
+
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    tokens = tokens_for(settings, parameters)
+    text: Any = options.text or held_out_windows(run, loaded, tokens=tokens, window=settings.window)
     return diagnose.run(loaded, text=text, **common)
 
 
 def _settings(options: Diagnose) -> Settings:
-    from fullrank.diagnose.diagnosis import QUICK, Settings
+    from fullrank.diagnose.diagnosis import QUICK, THOROUGH, USUAL
 
+    if options.quick and options.thorough:
+        raise FullrankError("--quick and --thorough were both given: leave one out")
     least = {"tokens": 256, "window": 16, "components": 2, "seeds": 1, "seed": 0}
     for name, bound in least.items():
         value = getattr(options, name)
@@ -184,7 +195,8 @@ def _settings(options: Diagnose) -> Settings:
     }
     if options.memory is not None:
         given["memory"] = int(options.memory * 2**30)
-    return dataclasses.replace(QUICK if options.quick else Settings(), seed=options.seed, **given)
+    budget = QUICK if options.quick else THOROUGH if options.thorough else USUAL
+    return dataclasses.replace(budget, seed=options.seed, **given)
 
 
 def table(record: Diagnosis) -> Table:
@@ -256,8 +268,11 @@ def _logprob_rank(record: Diagnosis) -> str:
 
 
 def _rank_needed(record: Diagnosis) -> str:
-    assert record.rank_needed is not None
-    return f"{_range(record.rank_needed.knee, '.0f')} of {record.model.width}"
+    found = record.rank_needed
+    assert found is not None
+    if found.bound:
+        return f"{found.bound} {found.knee.value:.0f} of {record.model.width}"
+    return f"{_range(found.knee, '.0f')} of {record.model.width}"
 
 
 def _better_head(record: Diagnosis) -> str:
@@ -265,7 +280,16 @@ def _better_head(record: Diagnosis) -> str:
     assert found is not None
     if not found.best:
         return "no high-rank head was tried"
-    return f"{found.best}: {_range(found.best_gain, '+.4f')} nats per token over the better softmax control"
+    words = f"{found.best}: {_range(found.best_gain, '+.4f')} nats per token over {found.control}"
+    if found.split is not None:
+        gain = found.split.gain
+        words = (
+            f"splitting its rows, untrained: {'no gain' if gain is None else _range(gain, '+.4f')}; "
+            f"{found.split.sure} directions surely above the null\n{words}"
+        )
+    if found.power is not None:
+        words += f"\nof a planted {found.power.planted.value:.4f} it found {_range(found.power.found, '.4f')}"
+    return words
 
 
 def _unreachable(record: Diagnosis) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fullrank import results
-from fullrank.diagnose import findings
+from fullrank.diagnose import findings, verdict
 from fullrank.diagnose.attention import question as attention
 from fullrank.diagnose.questions import (
     anisotropy,
@@ -31,14 +31,21 @@ from fullrank.diagnose.questions import (
     unreachable,
 )
 from fullrank.errors import FullrankError
-from fullrank.fit import collect, frozen, head_states
+from fullrank.fit import collect, comparison, head_states
+from fullrank.fit import states as states_of
+from fullrank.heads import Head, build
+from fullrank.heads.base import without_matrix
 from fullrank.models import anatomy
 from fullrank.models.head_anatomy import has_own_head
 from fullrank.models.loading import Loaded, load
+from fullrank.models.output_layer import OutputLayer
+from fullrank.ops import Softcap
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS, Diagnosis, Missing, TextFacts
 
 Progress = Callable[[str, float], None]
 
+LEAST_TOKENS = 3072
+"""Tokens that a model of any size is run on, where they are not given."""
 NOT_ASKED = "not asked for"
 INTERRUPTED = "interrupted"
 
@@ -47,19 +54,26 @@ INTERRUPTED = "interrupted"
 class Settings:
     """How much work a diagnosis does. The defaults take SmolLM2-135M four minutes on two cores."""
 
-    tokens: int = 6144
-    """Tokens of text to run the model on."""
+    tokens: int | None = None
+    """Tokens of text to run the model on; None: as many as `body_work` pays for."""
+    body_work: float = 4e12
+    """Multiplications that running the body may take, where tokens are not given."""
+    most_tokens: int = 1 << 18
+    """However small the model is."""
     window: int = 512
     """Tokens a window: the longest context."""
     memory: int = 2 << 30
     """Bytes that states and buffers may take beside the model."""
-    heads: tuple[str, ...] = dataclasses.field(default_factory=better_head.candidates)
-    components: int = 2
-    """Components of the mixtures."""
-    seeds: int = 2
-    """Fits of every head."""
-    rates: tuple[float, ...] = frozen.RATES
-    epochs: int = frozen.EPOCHS
+    heads: tuple[str, ...] = ("mos", "trunk")
+    components: int | None = None
+    """Components of the mixtures; None: by the split of the rows, `most_components` at most."""
+    most_components: int = 4
+    seeds: int = 1
+    """Fits of the best head and its control."""
+    fit_work: float = 2e12
+    """Multiplications that one fit may take on a processor; a GPU does a thousand times that."""
+    power: bool = True
+    """Whether a gain is planted, to see what the fits would have seen."""
     search_seconds: float = 25.0
     """Time for the search for unreachable tokens and the capacity."""
     gradient_tokens: int = 512
@@ -71,15 +85,29 @@ class Settings:
 USUAL = Settings()
 
 QUICK = Settings(
-    tokens=3072,
+    body_work=1e12,
+    most_tokens=1 << 15,
     heads=("mos",),
     seeds=1,
-    rates=(0.06,),
-    search_seconds=12.0,
+    fit_work=3e11,
+    power=False,
+    search_seconds=8.0,
     gradient_tokens=256,
     attention_loss_tokens=512,
 )
-"""A first look in ninety seconds: fewer tokens, one mixture, one learning rate, a shorter search."""
+"""A first look in ninety seconds: fewer tokens, one mixture, short fits, nothing planted."""
+
+THOROUGH = Settings(
+    body_work=1e15,
+    most_tokens=1 << 20,
+    memory=16 << 30,
+    heads=comparison.candidates(),
+    most_components=8,
+    seeds=2,
+    fit_work=1e13,
+    search_seconds=60.0,
+)
+"""For a GPU: a million tokens, every head, eight components where they are wanted."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -132,7 +160,7 @@ def run(
         else collect.tokenise(
             loaded.tokenizer,
             [Path(one) for one in text],
-            tokens=settings.tokens,
+            tokens=tokens_for(settings, build.facts.parameters),
             window=settings.window,
             longest=anatomy.longest(loaded.model),
         )
@@ -228,32 +256,33 @@ class Answers:
         self.output = build.output
         # A quarter of the memory for one V-wide buffer: there are up to three, and the states.
         self.limit = settings.memory // 4
-        self._setting: frozen.Setting | None = None
+        self._ready: tuple[Head, states_of.Parts] | None = None
         if states is not None:
             self.states = states
             device = self.output.weight.device
             self.hidden = states.hidden.to(device)
             self.targets = states.targets.to(device)
-            self.parts = split(states.windows)
 
-    def setting(self) -> frozen.Setting:
-        if self._setting is None:
-            parts = [
-                frozen.Tokens(
-                    hidden=self.hidden[chosen.to(self.hidden.device)],
-                    targets=self.targets[chosen.to(self.hidden.device)],
-                    blocks=self.states.blocks[chosen].to(self.hidden.device),
-                )
-                for chosen in self.parts
-            ]
-            if min(len(part) for part in parts) < 32:
-                raise FullrankError(
-                    f"{len(self.targets)} tokens are too few to fit on one part and judge on another: give "
-                    "more text"
-                )
-            whole = frozen.Split(fit=parts[0], choose=parts[1], held_out=parts[2])
-            self._setting = frozen.setting(self.output, whole, limit=self.limit, seed=self.settings.seed)
-        return self._setting
+    def ready(self) -> tuple[Head, states_of.Parts]:
+        """The output layer as a head, and the states in three parts."""
+        if self._ready is None:
+            length = int((self.states.windows == 0).sum())
+            device = self.output.weight.device
+            whole = states_of.Part(
+                states=(self.hidden.view(-1, length, self.hidden.shape[-1]),),
+                targets=self.targets.view(-1, length),
+                ids=self.targets.view(-1, length),
+                blocks=self.states.blocks.view(-1, length).to(device),
+            )
+            self._ready = plain_head(self.output), states_of.split(whole)
+        return self._ready
+
+    def effort(self) -> comparison.Settings:
+        """What fits may take."""
+        settings = self.settings
+        return comparison.Settings(
+            memory=settings.memory, seeds=settings.seeds, work=settings.fit_work, seed=settings.seed
+        )
 
     def loss(self, progress: Progress) -> object:
         losses = torch.cat(
@@ -290,22 +319,21 @@ class Answers:
         )
 
     def rank_needed(self, progress: Progress) -> object:
-        return rank_needed.rank_needed(
-            self.setting(),
-            rates=self.settings.rates,
-            epochs=self.settings.epochs,
-            seed=self.settings.seed,
-            progress=progress,
-        )
+        plain, parts = self.ready()
+        # Many ranks share what one head has.
+        effort = dataclasses.replace(self.effort(), work=self.settings.fit_work / 4)
+        return rank_needed.rank_needed(plain, parts, settings=effort, progress=progress)
 
     def better_head(self, progress: Progress) -> object:
+        plain, parts = self.ready()
         return better_head.better_head(
-            self.setting(),
+            plain,
+            parts,
             heads=self.settings.heads,
             components=self.settings.components,
-            seeds=self.settings.seeds,
-            rates=self.settings.rates,
-            epochs=self.settings.epochs,
+            most_components=self.settings.most_components,
+            measure_power=self.settings.power,
+            settings=self.effort(),
             progress=progress,
         )
 
@@ -350,16 +378,25 @@ class Answers:
         )
 
 
-def split(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token numbers to fit on, to choose on and to judge on, of tokens in these windows: 4/7, 1/7 and 2/7.
+def plain_head(output: OutputLayer) -> Head:
+    """An output layer as a head, sharing its matrix."""
+    with without_matrix():
+        head = build("softmax", hidden=output.width, vocab=output.vocabulary, bias=output.bias is not None)
+    if isinstance(output.pointwise, Softcap):
+        head.cap_scores(output.pointwise.constant)
+    elif not output.linear:
+        raise FullrankError("its scores are bent by a function that no control has")
+    head.decoder.weight = torch.nn.Parameter(output.weight, requires_grad=False)
+    if output.bias is not None:
+        head.decoder.bias = torch.nn.Parameter(output.bias, requires_grad=False)
+    return head
 
-    In order, because windows that touch share their subject, and what is judged on should be news.
-    """
-    count = int(windows.max()) + 1
-    first = max(1, count * 4 // 7)
-    second = max(first + 1, count * 5 // 7)
-    bounds = [windows < first, (windows >= first) & (windows < second), windows >= second]
-    return bounds[0].nonzero()[:, 0], bounds[1].nonzero()[:, 0], bounds[2].nonzero()[:, 0]
+
+def tokens_for(settings: Settings, parameters: int) -> int:
+    """How many tokens to run a model on: as given, or as its size allows."""
+    if settings.tokens is not None:
+        return settings.tokens
+    return max(LEAST_TOKENS, min(settings.most_tokens, int(settings.body_work / (2 * parameters))))
 
 
 def answer(
@@ -431,7 +468,8 @@ def _record(
     numbers = torch.arange(count).repeat_interleave(length - 1)
     if hasattr(answers, "states"):
         numbers = answers.states.windows
-    parts = [len(part) for part in split(numbers)]
+    length = int((numbers == 0).sum())
+    parts = [len(range(*part.indices(count))) * length for part in states_of.thirds(count)]
     text = TextFacts(
         sources=windows.sources,
         sha256=windows.sha256,
@@ -453,7 +491,8 @@ def _record(
         seconds={name: seconds[name] for name in known if name in seconds},
         **{name: found.get(name) for name in known},
     )
-    return dataclasses.replace(record, findings=findings.findings(record))
+    record = dataclasses.replace(record, findings=findings.findings(record))
+    return dataclasses.replace(record, verdict=verdict.verdict(record))
 
 
 def _earlier(out: Path | None, build: anatomy.Anatomy, windows: collect.Windows) -> Diagnosis | None:

@@ -1,45 +1,54 @@
-"""Train an upgraded model's head on the states of its frozen body, against two controls.
+"""Heads with their controls, fitted on the states of a frozen body until they are fitted.
 
-The body runs once over the text; its states are kept in files (`states`). Then the upgraded head and two
-controls are trained on them in the same way, each starting as the original: same tokens, same rows of W, same
-learning rates to choose from, same most steps, same stopping rule (`controls`, `trainee`, `training`).
+    refit     the model's own output layer, fitted to the text: W and a map of all rows. What it gains is the
+              text's and not a head's, so everything below starts from it and is measured against it
+    split     directions in which splitting its rows gains (`splitting`), which mixtures start along
+    controls  softmax           the refitted layer, trained on as the heads are
+              softmax_equal     the same with as many parameters as the largest head
+    heads     any number; each starts as the refitted layer
 
-The text is in three parts in its own order: to train on, to choose learning rates and stopping points on, and
-to judge on. The gain is the better control's loss minus the upgraded head's, token by token on the last part,
-with an interval over blocks of text and seeds. It is what the head buys this body, frozen, on this text; not
-what a body trained with the head would reach.
+All have the same tokens, the same rows of W, the same way to their learning rates and stopping points. The
+text is in three parts: to fit on, to choose on, and to judge on. A gain is the best control's loss minus the
+head's, token by token on the last part; the output layer as it came is a control too. Heads are ranked on
+the text for choosing, so that the gain of the best is no best of many draws.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fullrank.errors import FullrankError
-from fullrank.fit import collect as windows_of
-from fullrank.fit import estimates, frozen, states, trainee, training
+from fullrank.fit import estimates, loop, sampling, splitting, trainee, training
 from fullrank.fit import setting as ready
 from fullrank.fit.controls import CONTROLS, controls, size
-from fullrank.heads import Head
+from fullrank.fit.states import Parts
+from fullrank.heads import HEADS, Head
+from fullrank.heads.mixture import MixtureHead
 from fullrank.heads.rows import RowHead
-from fullrank.models.anatomy import longest
-from fullrank.results.upgrade import Candidate, TrainedHead, TrainingText, UpgradeTraining
+from fullrank.results import Estimate
 
 Progress = Callable[[str, float], None]
 
 SMALL_VOCABULARY = 4096
 """Up to here the exact loss costs no more than the estimated one."""
+ORIGINAL = "original"
+"""The output layer as it came, among the controls."""
+LEAST_MATRIX_RATE = 0.004
+"""Of W that is fitted already: what a head adds may want it to move, however well it stood before."""
+PER_SCORE = 500
+"""What normalising a score and its gradient cost on a processor, in multiplications."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How much work a training does."""
+    """How much work fits do."""
 
     tokens: int = 16384
     """Tokens of text to run the body on."""
@@ -47,13 +56,19 @@ class Settings:
     """Tokens a window: the longest context."""
     memory: int = 2 << 30
     """Bytes that states and buffers may take beside the model."""
-    seeds: int = 3
-    rates: tuple[float, ...] = frozen.RATES
-    epochs: int = 6
+    seeds: int = 2
+    """Fits of the best head and its control; the others have one."""
+    rates: tuple[float, ...] = (0.03, 0.12, 0.5)
+    """Learning rates to begin with: the pace relative to the width."""
+    epochs: int = 60
     """Passes over the text, at most."""
-    patience: int = 2
-    """Passes without gain on the text for choosing after which training ends."""
-    rows: int = frozen.ROWS
+    work: float = 2e12
+    """Multiplications and the like that one fit may take on a processor; a GPU does a thousand times that."""
+    patience: int = 3
+    """Looks at the text for choosing after which a curve counts as flat."""
+    tolerance: float = 3e-4
+    """Nats per token that these must bring together, or it is flat."""
+    rows: int = sampling.ROWS
     """Rows of W that are trained where not all are; more if the text has more distinct tokens."""
     exact: bool | None = None
     """Whether to train on the exact loss; None decides by device, vocabulary and head."""
@@ -65,261 +80,247 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Text:
-    """A text as the heads of one model see it."""
+class Comparison:
+    """Heads and controls after their fits."""
 
-    parts: states.Parts
-    facts: TrainingText
+    setting: ready.Setting
+    """With the refitted layer for its plain head."""
+    original: Tensor
+    """[held-out tokens] nats of the output layer as it came."""
+    refit: training.Fitted | None
+    """None where W was not to be trained."""
+    heads: dict[str, Head]
+    """Controls and heads as their fits began, in their order."""
+    fits: dict[str, list[training.Fitted]]
+    """A fit a seed."""
+    weights: dict[str, dict[str, Tensor]]
+    """Of the heads: the best seed's, for `Trainee.load`."""
+    directions: splitting.Directions | None
+    """None where no mixture was fitted."""
+    split_gain: Estimate | None
+    """Held-out nats per token that the leading directions gain over the refitted layer, untrained."""
+    seconds: dict[str, float]
 
+    @property
+    def blocks(self) -> Tensor:
+        return self.setting.parts.held_out.blocks.flatten()
 
-def read_text(
-    model: Any,
-    tokenizer: Any,
-    files: Sequence[Path],
-    *,
-    settings: Settings,
-    cache: Path,
-    fingerprint: str,
-    progress: Progress = lambda stage, share: None,
-) -> Text:
-    """Run an upgraded model's body over the text, or read the states that an earlier run has kept."""
-    if model.lm_head.decoder.weight.dtype != torch.float32:
-        raise FullrankError(
-            f"the head is in {model.lm_head.decoder.weight.dtype}, expected float32, in which heads are "
-            "trained and judged: call model.float() first"
-        )
-    windows = windows_of.tokenise(
-        tokenizer, files, tokens=settings.tokens, window=settings.window, longest=longest(model)
-    )
-    whole = states.collect(
-        model,
-        windows,
-        cache,
-        fingerprint=fingerprint,
-        memory=settings.memory,
-        progress=lambda share: progress("running the body", share),
-    )
-    parts = states.split(whole)
-    device = next(model.parameters()).device
-    facts = TrainingText(
-        sources=windows.sources,
-        sha256=windows.sha256,
-        window=windows.ids.shape[1],
-        fit_tokens=len(parts.fit),
-        choose_tokens=len(parts.choose),
-        held_out_tokens=len(parts.held_out),
-    )
-    moved = states.Parts(
-        fit=parts.fit.to(device), choose=parts.choose.to(device), held_out=parts.held_out.to(device)
-    )
-    return Text(parts=moved, facts=facts)
+    @property
+    def best(self) -> str:
+        """The head with the lowest loss on the text for choosing."""
+        high = [name for name in self.fits if name not in CONTROLS]
+        return min(high, key=lambda name: self.fits[name][0].choose_loss)
 
+    @property
+    def control(self) -> str:
+        """Whichever did best where it counts: a head must beat them all."""
+        losses = {name: _mean([one.losses for one in self.fits[name]]) for name in CONTROLS}
+        losses[ORIGINAL] = _mean([self.original])
+        return min(losses, key=lambda name: losses[name])
 
-def fit(
-    model: Any,
-    plain: Head,
-    text: Text,
-    *,
-    settings: Settings,
-    candidates: Sequence[Candidate] = (),
-    directory: Path | None = None,
-    progress: Progress = lambda stage, share: None,
-) -> UpgradeTraining:
-    """Train `model.lm_head` and both controls; the head of the best seed on the choosing text stays in it.
+    def losses(self, name: str) -> list[Tensor]:
+        return [self.original] if name == ORIGINAL else [one.losses for one in self.fits[name]]
 
-    `plain` is the original output layer as a head: `upgrade(original, "softmax").lm_head`. In `directory`
-    trainings are kept, and the same call after a crash goes on from there; the caller removes it.
-    """
-    head: Head = model.lm_head
-    record, best = fit_head(
-        head,
-        plain,
-        text,
-        settings=settings,
-        candidates=candidates,
-        tied=_tied(model),
-        directory=directory,
-        progress=progress,
-    )
-    best.into(head)
-    if record.untied:
-        untie(model)
-    return record
+    def gain(self, name: str, over: str | None = None) -> Estimate:
+        """What a head gains over a control, the best one where none is named."""
+        return estimates.mean_over_seeds(self.differences(name, over or self.control), self.blocks)
+
+    def differences(self, name: str, over: str) -> list[Tensor]:
+        """[held-out tokens] gains, one a seed of the head."""
+        control = self.losses(over)
+        return [control[seed % len(control)] - one for seed, one in enumerate(self.losses(name))]
+
+    def fitted(self, name: str) -> trainee.Trainee:
+        """A head with its best seed's weights."""
+        found = trainee.Trainee(self.heads[name], self.setting, 0)
+        found.to(self.setting.parts.held_out.targets.device).load(self.weights[name])
+        return found
 
 
-def fit_head(
-    head: Head,
-    plain: Head,
-    text: Text,
-    *,
-    settings: Settings,
-    candidates: Sequence[Candidate] = (),
-    tied: bool = False,
-    directory: Path | None = None,
-    progress: Progress = lambda stage, share: None,
-) -> tuple[UpgradeTraining, trainee.Trainee]:
-    """The same without a model: the record, and the best seed's weights."""
-    if head.name in CONTROLS:
-        raise FullrankError(
-            f"{head.name} is what an upgraded head is held against: name another head to train, such as mos"
-        )
-    started = time.monotonic()
-    setting = setting_for(head, plain, text, settings)
-    heads: dict[str, Head] = {
-        **controls(head, plain),
-        head.name: head,
-    }
-    found: dict[str, list[training.Fitted]] = {}
-    seconds: dict[str, float] = {}
-    for place, (name, one) in enumerate(heads.items()):
-        begun = time.monotonic()
-
-        def report(seed: int, share: float, name: str = name, place: int = place) -> None:
-            progress(f"training: {name}", (place + (seed + share) / settings.seeds) / len(heads))
-
-        where = None if directory is None else directory / name
-        # Of a control nothing is needed but its losses.
-        found[name], weights = train_seeds(
-            setting, one, settings, report, directory=where, wanted=name == head.name
-        )
-        seconds[name] = time.monotonic() - begun
-    blocks = text.parts.held_out.blocks.flatten()
-    rows = [_row(name, heads[name], setting, found[name], blocks, seconds[name]) for name in heads]
-    best = found[head.name]
-    # Whichever control did better where it counts: a head must beat both.
-    control = min(
-        CONTROLS,
-        key=lambda name: sum(float(one.losses.double().mean()) for one in found[name]),
-    )
-    differences = [other.losses - one.losses for other, one in zip(found[control], best, strict=True)]
-    saved = min(range(len(best)), key=lambda seed: best[seed].choose_loss)
-    record = UpgradeTraining(
-        text=text.facts,
-        unfrozen=False,
-        rows=setting.rows,
-        exact=setting.sampled is None,
-        seeds=settings.seeds,
-        fits=tuple(rows),
-        control=control,
-        gain=estimates.mean_over_seeds(differences, blocks),
-        gain_by_seed=tuple(float(one.double().mean()) for one in differences),
-        saved_seed=saved,
-        saved_loss=float(best[saved].losses.double().mean()),
-        untied=tied and settings.matrix,
-        candidates=tuple(candidates),
-        seconds=time.monotonic() - started,
-    )
-    trained = trainee.Trainee(head, setting, settings.seed + saved).to(blocks.device)
-    trained.load(weights)
-    return record, trained
+def candidates() -> tuple[str, ...]:
+    """Heads that are worth trying and rows over one matrix."""
+    return tuple(name for name, head in HEADS.items() if head.worth_trying and head.splits)
 
 
-def worth_it(record: UpgradeTraining) -> bool:
-    """Whether the whole interval of the gain over the better control lies above zero."""
-    return record.gain.low > 0
+def _mean(losses: Sequence[Tensor]) -> float:
+    return sum(float(one.double().mean()) for one in losses) / len(losses)
 
 
-def verdict(head: str, record: UpgradeTraining) -> str:
-    """The gain in one sentence."""
-    gain = record.gain
-    figures = f"{gain.value:+.4f} nats per token (95%: {gain.low:+.4f} to {gain.high:+.4f})"
-    over = f"over {record.control}, the better control"
-    if worth_it(record):
-        return f"{head} gained {figures} {over}."
-    if gain.high < 0:
-        return f"{head} lost against {record.control}, the better control: its gain is {figures}."
-    return f"{head} showed no gain {over}: {figures}, an interval with 0 in it."
-
-
-def untie(model: Any) -> None:
-    """Say in the configuration that the output matrix is no longer the input embedding."""
-    model.config.tie_word_embeddings = False
-    model.all_tied_weights_keys = {}
-
-
-def _tied(model: Any) -> bool:
-    return model.get_input_embeddings().weight is model.lm_head.decoder.weight
-
-
-def setting_for(head: Head, plain: Head, text: Text, settings: Settings) -> ready.Setting:
-    """The text ready to train this head on, and any other that is or is not rows as it is."""
+def setting_for(heads: Sequence[Head], plain: Head, parts: Parts, settings: Settings) -> ready.Setting:
+    """The text ready to train these heads on."""
     exact = settings.exact
     if exact is None:
         device = plain.decoder.weight.device
-        exact = device.type != "cpu" or plain.vocab <= SMALL_VOCABULARY or not isinstance(head, RowHead)
+        rows = all(isinstance(head, RowHead) for head in heads)
+        exact = device.type != "cpu" or plain.vocab <= SMALL_VOCABULARY or not rows
     return ready.prepare(
         plain,
-        text.parts,
+        parts,
         rows=settings.rows,
         exact=exact,
         matrix=settings.matrix,
-        # A quarter of the memory for one V-wide buffer, as in a diagnosis.
+        # A quarter of the memory for one V-wide buffer: there are up to three, and the states.
         limit=settings.memory // 4,
         seed=settings.seed,
         align=settings.align,
     )
 
 
-def train_seeds(
+def compare(
     setting: ready.Setting,
-    head: Head,
-    settings: Settings,
-    progress: Callable[[int, float], None],
+    heads: Callable[[int], Mapping[str, Head]] | Mapping[str, Head],
     *,
+    settings: Settings,
     directory: Path | None = None,
-    wanted: bool = True,
-) -> tuple[list[training.Fitted], dict[str, Tensor]]:
-    """One training a seed: the first races the learning rates, the others take its choice.
+    progress: Progress = lambda stage, share: None,
+) -> Comparison:
+    """Fit the controls and the heads, which may be made for the number of directions in which splitting the
+    rows surely helps. In `directory` trainings are kept, and the same call after a crash goes on from there;
+    the caller removes it."""
+    seconds: dict[str, float] = {}
+    count = len(heads(0) if callable(heads) else heads)
+    jobs = 2 + len(CONTROLS) + count + 2 * (settings.seeds - 1)
+    done = 0
 
-    Also the weights of the best one on the choosing text, which may be missing where they are not `wanted`.
-    """
-    found: list[training.Fitted] = []
-    best: dict[str, Tensor] = {}
-    for number in range(settings.seeds):
+    def fit(
+        setting: ready.Setting, name: str, head: Head, seed: int = 0, rate: float | None = None
+    ) -> tuple[training.Fitted, dict[str, Tensor]]:
+        nonlocal done
+        begun = time.monotonic()
+        plan = plan_for(setting, head, settings)
+        if rate is not None:
+            # One seed races the learning rates, the others take its choice.
+            plan = dataclasses.replace(plan, rates=(rate,))
+        where = None if directory is None else directory / name / f"seed{settings.seed + seed}.safetensors"
+        found = training.train(
+            setting, head, plan, seed=settings.seed + seed, file=where,
+            progress=lambda share: progress(f"fitting {name}", (done + share) / jobs),
+        )  # fmt: skip
+        seconds[name] = seconds.get(name, 0.0) + time.monotonic() - begun
+        done += 1
+        return found
 
-        def report(share: float, number: int = number) -> None:
-            progress(number, share)
-
-        one, weights = training.train(
-            setting,
-            head,
-            rates=settings.rates if number == 0 else (found[0].rate,),
-            epochs=settings.epochs,
-            patience=settings.patience,
-            seed=settings.seed + number,
-            file=None if directory is None else directory / f"seed{settings.seed + number}.safetensors",
-            wanted=wanted,
-            progress=report,
-        )
-        if not found or one.choose_loss < min(other.choose_loss for other in found):
-            best = weights
-        found.append(one)
-    return found, best
-
-
-def _row(
-    name: str,
-    head: Head,
-    setting: ready.Setting,
-    found: Sequence[training.Fitted],
-    blocks: Tensor,
-    seconds: float,
-) -> TrainedHead:
-    held_out = setting.parts.held_out
+    plain, held_out = setting.plain, setting.parts.held_out
     with torch.no_grad():
-        before = trainee.Trainee(head, setting, 0).to(held_out.targets.device).exact_losses(held_out)
-    mean = torch.stack([one.losses for one in found]).mean(dim=0)
-    return TrainedHead(
-        head=name,
-        parameters=size(head),
-        trained=found[0].trained,
-        before=estimates.mean(before, blocks),
-        before_error=estimates.mean_and_error(before, blocks)[1],
-        after=estimates.mean_over_seeds([one.losses for one in found], blocks),
-        after_error=estimates.mean_and_error(mean, blocks)[1],
-        choose_loss=sum(one.choose_loss for one in found) / len(found),
-        after_by_seed=tuple(float(one.losses.double().mean()) for one in found),
-        rate=found[0].rate,
-        steps=tuple(one.steps for one in found),
-        seconds=seconds,
+        original = trainee.Trainee(plain, setting, 0).to(held_out.targets.device).exact_losses(held_out)
+    refitted: training.Fitted | None = None
+    if setting.matrix:
+        refitted, weights = fit(setting, "refit", plain)
+        setting = rebased_setting(setting, weights, refitted.rate)
+    else:
+        done += 1
+    begun = time.monotonic()
+    started_heads, directions, split_gain = started(
+        setting, heads, settings, lambda share: progress("splitting the rows", (done + share) / jobs)
     )
+    seconds["splitting"] = time.monotonic() - begun
+    done += 1
+    largest = max(started_heads.values(), key=size)
+    every = {**controls(largest, setting.plain), **started_heads}
+    fits: dict[str, list[training.Fitted]] = {}
+    best_weights: dict[str, dict[str, Tensor]] = {}
+    for name, head in every.items():
+        found, weights = fit(setting, name, head)
+        fits[name] = [found]
+        if name not in CONTROLS:
+            best_weights[name] = weights
+    made = Comparison(
+        setting=setting, original=original, refit=refitted, heads=every, fits=fits, weights=best_weights,
+        directions=directions, split_gain=split_gain, seconds=seconds,
+    )  # fmt: skip
+    again = [made.best] + ([made.control] if made.control != ORIGINAL else [])
+    for name in again:
+        for seed in range(1, settings.seeds):
+            found, weights = fit(setting, name, every[name], seed, fits[name][0].rate)
+            if name == made.best and found.choose_loss < min(one.choose_loss for one in fits[name]):
+                best_weights[name] = weights
+            fits[name].append(found)
+    progress("fitting", 1.0)
+    return made
+
+
+def plan_for(setting: ready.Setting, head: Head, settings: Settings) -> loop.Plan:
+    """As many passes as the work allows, and three at the least."""
+    rows = setting.plain.vocab if setting.sampled is None else len(setting.sampled[0].rows) + sampling.DRAWN
+    rows *= getattr(head, "components", 1)
+    each = rows * (6 * head.width + PER_SCORE) + 6 * size(head)
+    # The race is part of it.
+    passes = int(_work(setting, settings) / (each * len(setting.parts.fit))) - len(settings.rates)
+    return loop.Plan(
+        rates=settings.rates,
+        epochs=max(3, min(settings.epochs, passes)),
+        patience=settings.patience,
+        tolerance=settings.tolerance,
+    )
+
+
+def _work(setting: ready.Setting, settings: Settings) -> float:
+    """Of one fit: a GPU does a thousand times what a processor does."""
+    return settings.work * (1 if setting.parts.fit.targets.device.type == "cpu" else 1000)
+
+
+def rebased_setting(setting: ready.Setting, weights: dict[str, Tensor], rate: float) -> ready.Setting:
+    """The same text with the refitted layer for the plain head, and the rate that its W wants."""
+    fitted = trainee.Trainee(setting.plain, setting, 0)
+    fitted.to(setting.parts.fit.targets.device).load(weights)
+    plain = copy.deepcopy(setting.plain)
+    fitted.into(plain)
+    plain.requires_grad_(False)
+    return dataclasses.replace(setting, plain=plain, matrix_rate=max(rate, LEAST_MATRIX_RATE))
+
+
+def rebased(head: Head, plain: Head) -> Head:
+    """A head over a plain head's matrix and bias, what it owns as it is."""
+    weight, bias = head.decoder.weight, head.decoder.bias
+    found = copy.deepcopy(head, {id(weight): weight})
+    found.decoder.weight = plain.decoder.weight
+    if bias is not None and plain.decoder.bias is not None:
+        # What a function that is not blind to it has added to all scores stays.
+        lifted = (bias - plain.decoder.bias).mean() if head.pointwise is not plain.pointwise else 0.0
+        found.decoder.bias = nn.Parameter((plain.decoder.bias + lifted).detach())
+    return found
+
+
+def splits(head: Head) -> bool:
+    """Whether a head's components can be moved apart."""
+    return (
+        isinstance(head, MixtureHead)
+        and head.components > 1
+        and len(head.contexts.counts) == 1
+        and not head.contexts.as_published
+    )
+
+
+def started(
+    setting: ready.Setting,
+    heads: Callable[[int], Mapping[str, Head]] | Mapping[str, Head],
+    settings: Settings,
+    progress: Callable[[float], None],
+) -> tuple[dict[str, Head], splitting.Directions | None, Estimate | None]:
+    """The heads over the refitted layer, mixtures with their components apart where that begins better; the
+    directions, and what they gain by themselves on the held-out text."""
+    whole: splitting.Directions | None = None
+    if callable(heads) or any(splits(head) for head in heads.values()):
+        # Two passes over W a token, and half of what a fit may take.
+        each = setting.plain.vocab * (4 * setting.plain.width + PER_SCORE // 4)
+        tokens = int(_work(setting, settings) / 2 / each)
+        gathered = splitting.gather(
+            setting, tokens=tokens, seed=settings.seed, progress=lambda share: progress(0.7 * share)
+        )
+        whole = splitting.search(gathered, seed=settings.seed)
+    if callable(heads):
+        assert whole is not None
+        heads = heads(whole.sure)
+    based = {name: rebased(head, setting.plain) for name, head in heads.items()}
+    gain: Estimate | None = None
+    for place, (name, head) in enumerate(based.items()):
+        if whole is None or not splits(head):
+            continue
+        assert isinstance(head, MixtureHead)
+        own = head.contexts.private
+        directions = whole if own == head.width else splitting.search(gathered, own=own, seed=settings.seed)
+        based[name], scale = splitting.apart(setting, head, directions)
+        if gain is None and scale:
+            gain = splitting.gain(setting, head, cast(MixtureHead, based[name]))
+        progress(0.7 + 0.3 * (place + 1) / len(based))
+    return based, whole, gain

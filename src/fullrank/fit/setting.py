@@ -1,22 +1,24 @@
 """A text made ready to train heads on: its states, the rows of W that move, and the rows drawn for the rest.
 
 On a processor W is trained in the rows of tokens that occur and of those with the largest share of
-probability; the others' part of the normaliser is estimated as in `fit.frozen`, by rows drawn from the
-start's own distribution. On a GPU, for small vocabularies and for heads that are not rows over one matrix,
-all of W is trained on the exact loss.
+probability; the others' part of the normaliser is estimated (`sampling`). On a GPU, for small vocabularies
+and for heads that are not rows over one matrix, all of W is trained on the exact loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.fit import checkpoints, frozen
+from fullrank.fit import checkpoints, sampling
 from fullrank.fit.states import Part, Parts
 from fullrank.heads import Head
+from fullrank.heads.rows import RowHead
 from fullrank.models.output_layer import OutputLayer
 
 
@@ -25,11 +27,11 @@ class Setting:
     """One text and one start, ready to train any number of heads on."""
 
     plain: Head
-    """The original output layer as a head."""
+    """The original output layer as a head that makes one row a token."""
     parts: Parts
     scales: tuple[float, ...]
     """Root mean square of each state."""
-    sampled: tuple[frozen.Sampled, frozen.Sampled] | None
+    sampled: tuple[sampling.Sampled, sampling.Sampled] | None
     """Of the fit and of the choosing part; None where training is exact."""
     matrix: bool
     """Whether W is trained."""
@@ -37,6 +39,8 @@ class Setting:
     """Bytes of a V-wide buffer."""
     align: float = 0.0
     """Weight of HistAlign's ranking loss in the training of a cache head."""
+    matrix_rate: float | None = None
+    """The learning rate of W and its bias, where it is known from a fit of them alone; None: as all else."""
 
     @property
     def rows(self) -> int:
@@ -47,13 +51,13 @@ class Setting:
     @functools.cached_property
     def digest(self) -> str:
         """Of everything here that a training's numbers depend on."""
-        decoder = self.plain.decoder
-        tensors = [decoder.weight, *([] if decoder.bias is None else [decoder.bias])]
+        tensors: list[Tensor] = [parameter for _, parameter in self.plain.named_parameters()]
         for part in (self.parts.fit, self.parts.choose, self.parts.held_out):
             tensors += [*part.states, part.targets, part.ids]
         for sampled in self.sampled or ():
             tensors += [sampled.rows, sampled.drawn]
-        return checkpoints.digest(self.plain.softcap, self.matrix, self.limit, self.align, *tensors)
+        facts = (self.plain.softcap, self.matrix, self.limit, self.align, self.matrix_rate)
+        return checkpoints.digest(*facts, *tensors)
 
 
 def prepare(
@@ -73,27 +77,31 @@ def prepare(
         raise FullrankError("all states are zero: the model's last layer gives nothing to train a head on")
     sampled = None
     if not exact:
-        weight, bias = plain.decoder.weight.detach(), plain.decoder.bias
-        output = OutputLayer(
-            weight=weight,
-            bias=None if bias is None else bias.detach(),
-            pointwise=plain.pointwise,
-            tokens=plain.vocab,
-        )
-        fit, choose = _tokens(parts.fit), _tokens(parts.choose)
-        generator = torch.Generator(device=weight.device).manual_seed(seed)
-        chosen = frozen.rows_to_train(output, fit, rows, limit)
-        seen = torch.unique(torch.cat([chosen, choose.targets]))
+        output = layer_of(plain)
+        generator = torch.Generator(device=output.weight.device).manual_seed(seed)
+        fit, choose = plain_rows(plain, parts.fit), plain_rows(plain, parts.choose)
+        chosen = sampling.rows_to_train(output, fit, parts.fit.targets.flatten(), rows, limit)
+        seen = torch.unique(torch.cat([chosen, parts.choose.targets.flatten()]))
         sampled = (
-            frozen.sample(output, fit, chosen, frozen.DRAWN, limit, generator),
-            frozen.sample(output, choose, seen, 4 * frozen.DRAWN, limit, generator),
+            sampling.sample(output, fit, parts.fit.targets.flatten(), chosen, limit, generator),
+            sampling.sample(output, choose, parts.choose.targets.flatten(), seen, limit, generator),
         )
     return Setting(
         plain=plain, parts=parts, scales=scales, sampled=sampled, matrix=matrix, limit=limit, align=align
     )
 
 
-def _tokens(part: Part) -> frozen.Tokens:
-    return frozen.Tokens(
-        hidden=part.states[0].flatten(0, 1), targets=part.targets.flatten(), blocks=part.blocks.flatten()
-    )
+def layer_of(plain: Head) -> OutputLayer:
+    """A plain head's matrix, bias and cap."""
+    bias = plain.decoder.bias
+    return OutputLayer(
+        weight=plain.decoder.weight.detach(), bias=None if bias is None else bias.detach(),
+        pointwise=plain.pointwise, tokens=plain.vocab,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def plain_rows(plain: Head, part: Part) -> Tensor:
+    """[N, D] the rows that a plain head makes of some text."""
+    rows, _ = cast(RowHead, plain).rows([part.states[0].flatten(0, 1)])
+    return rows[:, 0]

@@ -162,13 +162,16 @@ def collect(
     )
 
 
-def split(whole: Part) -> Parts:
-    """Four sevenths, one and two of the windows, in the text's order: what is judged on should be news."""
-    count = len(whole.targets)
+def thirds(count: int) -> tuple[slice, slice, slice]:
+    """Of so many windows: four sevenths to fit on, one to choose on and two to judge on, in their order."""
     first = max(1, count * 4 // 7)
     second = max(first + 1, count * 5 // 7)
-    bounds = (slice(0, first), slice(first, second), slice(second, count))
-    parts = [whole.windows(one) for one in bounds]
+    return slice(0, first), slice(first, second), slice(second, count)
+
+
+def split(whole: Part) -> Parts:
+    """A text in three parts."""
+    parts = [whole.windows(one) for one in thirds(len(whole.targets))]
     if min(map(len, parts)) < LEAST_TOKENS:
         raise FullrankError(
             f"{len(whole)} tokens are too few to fit on one part and judge on another: give more text"

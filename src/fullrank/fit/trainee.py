@@ -10,6 +10,9 @@ whole vocabulary.
 A cache head is trained with its memory, in whole windows. With `Setting.align` HistAlign's ranking loss is
 added while it trains; no loss that chooses or judges has it.
 
+W that is fitted already wants smaller steps than what a head adds to it: where the setting names its rate,
+that is what W has, whatever the rate of the rest.
+
 Learning rates are given as `rate`, the pace relative to the width: entries of a map from D numbers move by
 rate / D a step in units that leave states and scores of any size alike, those of W in proportion to their own
 size.
@@ -26,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.fit import frozen
+from fullrank.fit.loop import own_randomness
+from fullrank.fit.sampling import Sampled
 from fullrank.fit.setting import Setting
 from fullrank.fit.states import Part
 from fullrank.heads import CacheHead, Head
@@ -34,8 +38,22 @@ from fullrank.heads.alignment import alignment_loss
 from fullrank.heads.rows import RowHead
 from fullrank.ops import IDENTITY, mixture_nll
 
-PIECE = 512
-"""Tokens whose exact losses are computed at once."""
+SMALL_TABLE = 1 << 22
+"""Scores that a step may hold at once on a processor."""
+PIECE = 4096
+"""Tokens whose losses are computed at once where nothing is learnt."""
+SAMPLED_PIECE = 512
+"""The same where every token has drawn rows of its own."""
+LEAST_BATCH, MOST_BATCH = 256, 4096
+"""Tokens a step."""
+PER_PASS = 128
+"""Steps that a pass over much text has, about."""
+
+
+def batch_of(tokens: int) -> int:
+    """Tokens a step: more where there are more, so that a pass is not much more than a hundred steps."""
+    wanted = 2 ** round(math.log2(max(1, tokens / PER_PASS)))
+    return max(LEAST_BATCH, min(MOST_BATCH, wanted))
 
 
 class Trainee(nn.Module):
@@ -43,7 +61,6 @@ class Trainee(nn.Module):
 
     def __init__(self, head: Head, setting: Setting, seed: int) -> None:
         super().__init__()
-        torch.manual_seed(seed)
         weight = head.decoder.weight
         self.head = copy.deepcopy(head, {id(weight): weight})
         self.head.decoder.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -70,7 +87,9 @@ class Trainee(nn.Module):
         if self.is_rows and setting.matrix and not own:
             self.map = nn.Parameter(weight.new_zeros(head.width, head.width))
             self.shift = None if bias is None else nn.Parameter(weight.new_zeros(head.width))
-        self.head.redraw(setting.scales[0])
+        with own_randomness(weight.device):
+            torch.manual_seed(seed)
+            self.head.redraw(setting.scales[0])
 
     @property
     def _trained(self) -> Tensor | slice:
@@ -88,8 +107,12 @@ class Trainee(nn.Module):
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
         """Parameters with their learning rates."""
+        known = self.setting.matrix_rate
         return [
-            {"params": [parameter], "lr": rate * self._pace(name, parameter)}
+            {
+                "params": [parameter],
+                "lr": (known if known and name in ("matrix", "bias") else rate) * self._pace(name, parameter),
+            }
             for name, parameter in self.trained()
         ]
 
@@ -114,7 +137,8 @@ class Trainee(nn.Module):
             return self._exact(part.windows(chosen)).flatten()
         states = [state.flatten(0, 1)[chosen] for state in part.states]
         if self.setting.sampled is not None:
-            return self._estimated(states, self.setting.sampled[0 if fitting else 1][chosen])
+            sampled = self.setting.sampled[0 if fitting else 1][chosen]
+            return self._estimated(states, sampled.fewer() if fitting else sampled)
         return self._exact_rows(states, part.targets.flatten()[chosen], part.ids.flatten()[chosen])
 
     def alignment(self, chosen: Tensor) -> Tensor | float:
@@ -127,8 +151,40 @@ class Trainee(nn.Module):
         )
         return self.setting.align * found
 
-    def count(self, part: Part) -> int:
-        """What a batch is chosen from: tokens, or windows for a head that reads time."""
+    # What the loop asks (`loop.Learner`).
+
+    @property
+    def device(self) -> torch.device:
+        return self.setting.parts.fit.targets.device
+
+    @property
+    def examples(self) -> int:
+        """Tokens, or windows for a head that reads time."""
+        return self._count(self.setting.parts.fit)
+
+    @property
+    def batch(self) -> int:
+        tokens = batch_of(len(self.setting.parts.fit))
+        if self.head.reads_time:
+            return max(1, min(tokens, LEAST_BATCH) // self.setting.parts.fit.targets.shape[1])
+        return tokens
+
+    def loss(self, chosen: Tensor) -> Tensor:
+        return self.batch_losses(True, chosen).mean() + self.alignment(chosen)
+
+    @torch.no_grad()
+    def choose_loss(self) -> float:
+        choose = self.setting.parts.choose
+        total = 0.0
+        self.head.eval()
+        size = PIECE if self.setting.sampled is None else SAMPLED_PIECE
+        size = max(1, size // choose.targets.shape[1]) if self.head.reads_time else size
+        for part in torch.arange(self._count(choose), device=choose.targets.device).split(size):
+            total += float(self.batch_losses(False, part).double().sum())
+        self.head.train()
+        return total / len(choose)
+
+    def _count(self, part: Part) -> int:
         return len(part.targets) if self.head.reads_time else len(part)
 
     def _rows(self, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -141,8 +197,8 @@ class Trainee(nn.Module):
             log_prior = rows.new_zeros(rows.shape[:-1])
         return rows, log_prior
 
-    def _estimated(self, states: list[Tensor], batch: frozen.Sampled) -> Tensor:
-        """[n] nats with the estimated normaliser; see `fit.frozen`."""
+    def _estimated(self, states: list[Tensor], batch: Sampled) -> Tensor:
+        """[n] nats with the estimated normaliser; see `sampling`."""
         rows, log_prior = self._rows(states)
         weight = self.head.decoder.weight
         scores = self._bend(rows @ self._rows_of(weight, self.matrix, batch.rows).T, batch.rows)
@@ -197,9 +253,11 @@ class Trainee(nn.Module):
             return self._called(states, targets, ids)
         rows, log_prior = self._rows(states)
         weight, bias = self.whole_matrix()
+        # A table that fits a processor's cache needs no chunks, and is twice as fast without.
+        small = rows.device.type == "cpu" and rows[..., 0].numel() * len(weight) <= SMALL_TABLE
         return mixture_nll(
             rows, log_prior, weight, targets, bias=bias, pointwise=self.head.pointwise, reduction="none",
-            workspace=self.setting.limit,
+            impl="reference" if small else "auto", workspace=None if small else self.setting.limit,
         )  # fmt: skip
 
     def _called(self, states: Sequence[Tensor], targets: Tensor, ids: Tensor) -> Tensor:

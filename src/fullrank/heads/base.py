@@ -260,16 +260,19 @@ class Head(nn.Module, ABC):
     def start_from(self, start: Start) -> None:
         """Take W, b and the cap of that layer, its device and dtype. Override it for what the head owns
         beyond them, where that would change something as it is drawn."""
+        # Before anything is moved: a head built without a matrix has none to move.
+        self.decoder.weight = start.weight
+        if start.bias is not None:
+            bias = start.bias
+            self.decoder.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        elif self.decoder.bias is not None and self.decoder.bias.is_meta:
+            self.decoder.bias = nn.Parameter(start.weight.new_zeros(self.vocab))
         if start.softcap is not None:
             self.cap_scores(start.softcap)
         self.to(device=start.weight.device)
         for name, parameter in self.named_parameters():
             if name not in self.precise:
                 parameter.data = parameter.data.to(start.weight.dtype)
-        self.decoder.weight = start.weight
-        if start.bias is not None:
-            bias = start.bias
-            self.decoder.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
 
     def starts_exactly(self, start: Start) -> bool:
         """Whether it is that layer after `start_from` but for rounding; False: nearly."""

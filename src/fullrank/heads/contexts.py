@@ -174,6 +174,23 @@ class Contexts(nn.Module):
         if equal and not self.as_published:
             self.gate.weight.normal_(std=self._gate_spread / size)
 
+    @torch.no_grad()
+    def split(self, codes: Tensor, maps: Tensor, shifts: Tensor) -> None:
+        """Move component k by sum_j codes[k, j] (maps[j] h + shifts[j]), [K, J], [J, r, H] and [J, r] for the
+        r entries of a row that components own; the gates become even, so that codes of mean zero leave the
+        mean row where it is."""
+        difference = self.differences[0]
+        assert isinstance(difference, nn.Linear)
+        K, H = len(codes), difference.in_features
+        # What it reads is h over sqrt(H) in the centred form.
+        factor = H**0.5 if self.centred else 1.0
+        maps, shifts = (
+            torch.einsum("kj,j...->k...", codes.to(one), one).to(difference.weight) for one in (maps, shifts)
+        )
+        difference.weight.add_(factor * maps.reshape(K * self.private, H))
+        difference.bias.add_(shifts.reshape(K * self.private))
+        self.gate.weight.zero_()
+
     def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
         """As `Head.pace`: gates move to logits of about unit size, a difference with the layer it reads."""
         if parameter.ndim < 2:

@@ -227,7 +227,13 @@ class RankNeeded:
     """Whether the loss still falls from the last refitted rank below D to D, and the need may lie between:
     then more width could help as well."""
     slope: Estimate
-    """Nats per token that the last doubling of the rank bought."""
+    """Nats per token that the last doubling of the rank bought, from half the width to all of it."""
+    noise: float = 0.0
+    """Nats per token by which refits of one rank differ: the tolerance is not below twice that."""
+    bound: str = ""
+    """"at most": every refit was within the tolerance; "at least": none but the full width's was."""
+    converged: bool = True
+    """Whether all refits had flat curves."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,6 +256,50 @@ class HeadFit:
     """The pace that was chosen, relative to the width."""
     steps: int
     """After which the fit was best on the tokens set aside for choosing."""
+    converged: bool = False
+    """Whether its learning curve had become flat, and was not cut off by the work allowed."""
+    curve: tuple[CurvePoint, ...] = ()
+    """Its learning curve."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    steps: int
+    loss: float
+    """Nats per token on the tokens set aside for choosing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitTest:
+    """Would splitting the head's rows help? Without training; docs/theory.md has the equations."""
+
+    found: tuple[float, ...]
+    """The leading eigenvalues of the second derivative, on the tokens that heads are fitted on: how much more
+    the rows' scores vary than the model's own distribution implies."""
+    null: float
+    """The largest of them when the next token is drawn from the model itself."""
+    judged: tuple[Estimate, ...]
+    """The same directions on other tokens, where their expectation is 0 if nothing is to be had."""
+    sure: int
+    """How many of these, from the first on, are surely above 0."""
+    components: int
+    """What mixtures were given for it."""
+    gain: Estimate | None
+    """Held-out nats per token that the split gains over the refitted layer by itself; None where none did."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Power:
+    """What the fits could have seen: a gain was planted in the same states, and they looked for it."""
+
+    planted: Estimate
+    """Nats per token of the true mixture over the refitted softmax, on tokens drawn from it."""
+    found: Estimate
+    """Of the fitted mixture over that softmax, on the same tokens."""
+    smallest: float
+    """The smallest gain that would have been told from zero four times in five; inf: not even the planted."""
+    converged: bool
+    """Whether the fits of the planted gain had flat curves."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,12 +313,20 @@ class BetterHead:
     best: str
     """The high-rank head with the lowest loss on the tokens set aside for choosing."""
     best_gain: Estimate
-    """Its gain over the better of the two controls."""
+    """Its gain over the best control. The interval reaches as far up as what a planted gain of that size lost
+    in the fits, because so much may be there and not be found."""
     seeds: int
     fit_tokens: int
     held_out_tokens: int
     trained_rows: int
     """Rows of the output matrix that were trained: tokens that occur or have a share of the probability."""
+    control: str = ""
+    """What the best head is measured against: the best of original, softmax and softmax_equal."""
+    refit_gain: Estimate | None = None
+    """What fitting the model's own output layer to the text gains on the held-out tokens."""
+    split: SplitTest | None = None
+    power: Power | None = None
+    """None where it was not asked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,6 +384,22 @@ class Missing:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The answer first."""
+
+    outcome: str
+    """held back, not held back, or undecided."""
+    gain: Estimate | None
+    """Nats per token that the best head buys over the best control; None where it was not measured."""
+    smallest: float
+    """The smallest gain that would have been seen, nats per token; inf where that is not known."""
+    lines: tuple[str, ...]
+    """Three sentences: held back or not; by how much, and what would have been seen; what to do next."""
+    next: str
+    """A command, or ""."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """Everything `fullrank diagnose` found out about a model."""
 
@@ -349,6 +423,8 @@ class Diagnosis:
     """Time a question took, on the machine that ran it."""
     attention: Attention | None = None
     """The question that is answered only when it is asked for by name."""
+    verdict: Verdict | None = None
+    """None in files of earlier versions."""
 
 
 QUESTIONS = (

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.fit import comparison as fit
-from fullrank.fit import estimates, frozen, states
-from fullrank.fit.training import BATCH, WARM_UP
+from fullrank.fit import estimates, loop, sampling, states
+from fullrank.fit.trainee import batch_of
 from fullrank.heads import Head
 from fullrank.heads.rows import RowHead
 from fullrank.ops import IDENTITY, Pointwise
@@ -81,31 +81,29 @@ def closest(
     rows = _rows(head, parts.fit, settings.rows, limit)
     generator = torch.Generator(device=rows.device).manual_seed(settings.seed)
     progress("asking the upgraded head", 0.0)
-    taught = _taught(head, parts.fit, rows, frozen.DRAWN, limit, generator)
+    taught = _taught(head, parts.fit, rows, sampling.DRAWN, limit, generator)
     progress("asking the upgraded head", 0.7)
-    choose = _taught(head, parts.choose, rows, 4 * frozen.DRAWN, limit, generator)
+    choose = _taught(head, parts.choose, rows, 4 * sampling.DRAWN, limit, generator)
     progress("asking the upgraded head", 1.0)
-    runs = [
-        _Run(_Student(head, rows, pointwise, bias, start), taught, choose, rate, settings)
-        for start in _starts(head, parts.fit)
-        for rate in settings.rates
-    ]
-    # Starts and learning rates race over one pass.
-    for number, run in enumerate(runs):
-        run.epoch()
-        progress("fitting softmax", (number + 1) / (len(runs) + settings.epochs))
-    best = min(runs, key=lambda run: run.best[0])
-    count = len(runs)
-    del runs
-    for number in range(settings.epochs - 1):
-        if best.idle >= settings.patience:
-            break
-        best.epoch()
-        progress("fitting softmax", (count + number + 1) / (count + settings.epochs))
-    student = best.finish()
-    weight, offset = student.folded()
+
+    def student(start: Tensor | None) -> _Student:
+        return _Student(head, rows, pointwise, bias, start, taught, choose)
+
+    begun = min(_starts(head, parts.fit), key=lambda start: student(start).choose_loss())
+    plan = loop.Plan(
+        rates=settings.rates, epochs=settings.epochs, patience=settings.patience, tolerance=settings.tolerance
+    )
+    found = loop.fit(
+        lambda: student(begun), plan, seed=settings.seed,
+        progress=lambda share: progress("fitting softmax", share),
+    )  # fmt: skip
+    best = student(begun)
+    with torch.no_grad():
+        for name, parameter in best.trained():
+            parameter.copy_(found.weights[name])
+    weight, offset = best.folded()
     held_out, blocks = parts.held_out, parts.held_out.blocks.flatten()
-    own = _Student(head, rows, pointwise, bias, None)
+    own = student(None)
     start = _judged(head, held_out, *own.folded(), pointwise, limit)[0]
     divergence, upgraded, plain = _judged(head, held_out, weight, offset, pointwise, limit)
     return Closest(
@@ -116,7 +114,7 @@ def closest(
         cost=estimates.mean(divergence, blocks),
         upgraded_loss=estimates.mean(upgraded, blocks),
         plain_loss=estimates.mean(plain, blocks),
-        steps=best.best[1],
+        steps=found.steps,
     )
 
 
@@ -197,9 +195,17 @@ class _Student(nn.Module):
     """W' in some rows, M, and a bias where there is to be one."""
 
     def __init__(
-        self, head: Head, rows: Tensor, pointwise: Pointwise, bias: bool, start: Tensor | None
+        self,
+        head: Head,
+        rows: Tensor,
+        pointwise: Pointwise,
+        bias: bool,
+        start: Tensor | None,
+        taught: Taught,
+        choose: Taught,
     ) -> None:
         super().__init__()
+        self.taught, self.choose = taught, choose
         weight = head.decoder.weight.detach().float()
         self.base, self.rows, self.pointwise = weight, rows, pointwise
         self.matrix = nn.Parameter(weight[rows].clone())
@@ -226,6 +232,34 @@ class _Student(nn.Module):
         normaliser = torch.logaddexp(scores.logsumexp(dim=1), batch.rest + moved)
         return normaliser - (batch.shares * scores).sum(dim=1) - batch.rest.exp() * drawn.mean(dim=1)
 
+    # What the loop asks (`fit.loop.Learner`).
+
+    @property
+    def examples(self) -> int:
+        return len(self.taught.hidden)
+
+    @property
+    def batch(self) -> int:
+        return batch_of(self.examples)
+
+    @property
+    def device(self) -> torch.device:
+        return self.taught.hidden.device
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.named_parameters())
+
+    def loss(self, chosen: Tensor) -> Tensor:
+        return self.losses(_some(self.taught, chosen)).mean()
+
+    @torch.no_grad()
+    def choose_loss(self) -> float:
+        count = len(self.choose.hidden)
+        parts = torch.arange(count, device=self.device).split(512)
+        return sum(float(self.losses(_some(self.choose, part)).double().sum()) for part in parts) / max(
+            1, count
+        )
+
     def groups(self, rate: float) -> list[dict[str, Any]]:
         width = self.matrix.shape[1]
         size = float(self.matrix.detach().square().mean().sqrt())
@@ -243,54 +277,6 @@ class _Student(nn.Module):
         if bias is not None and self.bias is not None:
             bias = bias.index_copy(0, self.rows, self.bias)
         return weight + weight @ self.map, bias
-
-
-class _Run:
-    """One fit: AdamW, a short warm-up, falling to zero over the epochs; the best weights are kept."""
-
-    def __init__(
-        self, student: _Student, taught: Taught, choose: Taught, rate: float, settings: fit.Settings
-    ) -> None:
-        self.student, self.taught, self.choose = student, taught, choose
-        self.optimiser = torch.optim.AdamW(student.groups(rate), betas=(0.9, 0.99), weight_decay=0.0)
-        self.peaks = [group["lr"] for group in self.optimiser.param_groups]
-        self.generator = torch.Generator().manual_seed(settings.seed)
-        self.size = min(BATCH, len(taught.hidden))
-        self.steps, self.total = 0, settings.epochs * (len(taught.hidden) // self.size)
-        self.idle = 0
-        self.best = (self._loss(), 0, self._copy())
-
-    def epoch(self) -> None:
-        order = torch.randperm(len(self.taught.hidden), generator=self.generator)
-        for start in range(0, len(order) - self.size + 1, self.size):
-            pace = min(1.0, (self.steps + 1) / WARM_UP) * (1 - self.steps / self.total)
-            for group, peak in zip(self.optimiser.param_groups, self.peaks, strict=True):
-                group["lr"] = peak * pace
-            chosen = order[start : start + self.size].to(self.taught.hidden.device)
-            loss = self.student.losses(_some(self.taught, chosen)).mean()
-            self.optimiser.zero_grad()
-            loss.backward()
-            self.optimiser.step()
-            self.steps += 1
-        found = self._loss()
-        self.idle += 1
-        if found < self.best[0]:
-            self.best, self.idle = (found, self.steps, self._copy()), 0
-
-    def finish(self) -> _Student:
-        self.student.load_state_dict(self.best[2])
-        return self.student
-
-    @torch.no_grad()
-    def _loss(self) -> float:
-        count = len(self.choose.hidden)
-        parts = torch.arange(count, device=self.choose.hidden.device).split(512)
-        return sum(
-            float(self.student.losses(_some(self.choose, part)).double().sum()) for part in parts
-        ) / max(1, count)
-
-    def _copy(self) -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in self.student.state_dict().items()}
 
 
 def _some(taught: Taught, chosen: Tensor) -> Taught:

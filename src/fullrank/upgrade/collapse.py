@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from fullrank.errors import FullrankError
-from fullrank.fit import comparison as fit
 from fullrank.fit import states
 from fullrank.models import loading
 from fullrank.ops import Pointwise
 from fullrank.results.upgrade import Collapse
+from fullrank.upgrade import training as fit
 from fullrank.upgrade.closest import Closest, closest, softmax_log_probs
 from fullrank.upgrade.plain import plain_model
 

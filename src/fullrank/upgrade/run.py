@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from fullrank.errors import FullrankError
-from fullrank.fit import checkpoints, collect, estimates
-from fullrank.fit import comparison as fit
+from fullrank.fit import checkpoints, collect, comparison, estimates
 from fullrank.heads import HEADS
 from fullrank.models.anatomy import longest
 from fullrank.models.loading import Loaded, quiet
 from fullrank.results import cache_directory
-from fullrank.results.upgrade import Candidate, Preserved, Upgrade, UpgradedModel, UpgradeTraining
-from fullrank.upgrade import choose, whole
+from fullrank.results.upgrade import Preserved, Upgrade, UpgradedModel, UpgradeTraining
+from fullrank.upgrade import training as fit
+from fullrank.upgrade import whole
 from fullrank.upgrade.upgrade import dequantised, upgrade
 
 COMPARED_TOKENS, COMPARED_WINDOW = 512, 128
@@ -100,7 +100,6 @@ def run(
             "fingerprint": loaded.fingerprint,
             "progress": progress,
         }
-        candidates: tuple[Candidate, ...] = ()
         models, refused = (
             _candidates(loaded, options) if head == "auto" else ({head: upgrade(loaded, head, **options)}, {})
         )
@@ -108,35 +107,26 @@ def run(
         windows = _windows(loaded, model, train, settings)
         directory = _directory(cache, asked, models, windows.ids, facts, settings, unfreeze)
         text = _read(model, loaded, train, reading) if head == "auto" or not unfreeze else None
-        if head == "auto":
-            assert text is not None
-            head, candidates = choose.choose_head(
-                {name: one.lm_head for name, one in models.items()},
+        # Before any is trained.
+        kept = {name: preserved(loaded, one, train, progress) for name, one in models.items()}
+        if text is not None:
+            head, found = fit.fit(
+                models,
                 plain,
                 text,
                 settings=settings,
                 refused=refused,
-                directory=directory / "choosing",
-                progress=progress,
-            )
-            model = models[head]
-        del models
-        kept = preserved(loaded, model, train, progress)
-        if text is None or unfreeze:
-            found = whole.fit_whole(
-                model, plain, windows, settings=settings, directory=directory, progress=progress
-            )
-            found = dataclasses.replace(found, candidates=candidates)
-        else:
-            found = fit.fit(
-                model,
-                plain,
-                text,
-                settings=settings,
-                candidates=candidates,
                 directory=directory,
                 progress=progress,
             )
+        # A body is trained with a head that is as it came: its controls are.
+        model = models[head] if text is None or not unfreeze else upgrade(loaded, head, **options)
+        del models
+        if text is None or unfreeze:
+            trained = whole.fit_whole(
+                model, plain, windows, settings=settings, directory=directory, progress=progress
+            )
+            found = trained if text is None else dataclasses.replace(trained, candidates=found.candidates)
     notes = loaded.notes
     if settings.align:
         notes = (
@@ -144,7 +134,7 @@ def run(
             f"The cache was trained on its likelihood and, with weight {settings.align:g}, on HistAlign's "
             "ranking loss; the losses above are likelihoods alone.",
         )
-    return _trained(asked, model, notes, facts, kept, found, directory)
+    return _trained(asked, model, notes, facts, kept[head], found, directory)
 
 
 def _windows(loaded: Loaded, model: Any, train: Sequence[Path], settings: fit.Settings) -> collect.Windows:
@@ -292,7 +282,7 @@ def _candidates(loaded: Loaded, options: dict[str, Any]) -> tuple[dict[str, Any]
     """The heads that `auto` tries, on one body, and why others are left out."""
     models: dict[str, Any] = {}
     refused: dict[str, str] = {}
-    accepted = {name: set(HEADS[name].options()) for name in choose.candidates()}
+    accepted = {name: set(HEADS[name].options()) for name in comparison.candidates()}
     unknown = sorted(set(options) - set().union(*accepted.values()))
     if unknown:
         raise FullrankError(

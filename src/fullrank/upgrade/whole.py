@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.fit import checkpoints, controls, estimates, states
-from fullrank.fit import comparison as fit
 from fullrank.fit.collect import Windows
-from fullrank.fit.training import WARM_UP
+from fullrank.fit.comparison import Progress, Settings
+from fullrank.fit.loop import WARM_UP
 from fullrank.heads import CacheHead, Head
 from fullrank.heads.alignment import alignment_loss
 from fullrank.results.upgrade import TrainedHead, TrainingText, UpgradeTraining
@@ -37,6 +37,8 @@ WEIGHT = 500.0
 """A memory's weight is in nats, and far from where it is going: how much faster it learns."""
 BATCH = 4
 """Windows a step."""
+EPOCHS = 6
+"""Passes over the text, at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,9 +67,9 @@ def fit_whole(
     plain: Head,
     windows: Windows,
     *,
-    settings: fit.Settings,
+    settings: Settings,
     directory: Path,
-    progress: fit.Progress = lambda stage, share: None,
+    progress: Progress = lambda stage, share: None,
 ) -> UpgradeTraining:
     """Train copies of `model` with both controls and with its own head; the best seed's weights stay in it.
 
@@ -182,7 +184,7 @@ def _train(
     head: Head,
     size: float,
     parts: Split,
-    settings: fit.Settings,
+    settings: Settings,
     seed: int,
     pace: int,
     directory: Path,
@@ -222,14 +224,15 @@ def _train(
     else:
         state, best = checkpoints.resume(kept, parameters, optimiser)
         del kept
-    while state["epoch"] < settings.epochs and state["idle"] < settings.patience:
+    epochs = min(EPOCHS, settings.epochs)
+    while state["epoch"] < epochs and state["idle"] < settings.patience:
         trained.train()
         generator = torch.Generator().manual_seed(1000 * seed + state["epoch"])
         torch.manual_seed(1000 * seed + state["epoch"])
         order = torch.randperm(len(parts.fit), generator=generator).to(parts.fit.device)
         for number in range(each):
             step = state["epoch"] * each + number
-            share = min(1.0, (step + 1) / WARM_UP) * (1 - step / (settings.epochs * each))
+            share = min(1.0, (step + 1) / WARM_UP) * (1 - step / (epochs * each))
             for group, peak in zip(optimiser.param_groups, peaks, strict=True):
                 group["lr"] = peak * share
             ids = parts.fit[order[number * batch : (number + 1) * batch]]
@@ -238,7 +241,7 @@ def _train(
             loss.backward()
             nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
             optimiser.step()
-            progress((step + 1) / (settings.epochs * each))
+            progress((step + 1) / (epochs * each))
         state["epoch"] += 1
         state["idle"] += 1
         reached = _mean(_losses(trained, parts.choose))
@@ -274,7 +277,7 @@ def _file(directory: Path, seed: int, pace: int) -> Path:
     return directory / f"seed{seed}-pace{pace}.safetensors"
 
 
-def _digest(model: Any, parts: Split, settings: fit.Settings) -> str:
+def _digest(model: Any, parts: Split, settings: Settings) -> str:
     """Of all that the trainings' numbers depend on, but for what a file's name says."""
     # What the head draws at its start is drawn anew for each seed.
     body = [value for name, value in model.named_parameters() if not name.startswith("lm_head.")]

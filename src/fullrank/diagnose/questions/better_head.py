@@ -1,191 +1,201 @@
 """Question 6: what would a better head buy?
 
-Every head is fitted on the same frozen states with the same budget (`frozen`): same tokens, same rows of W,
-same number of learning rates tried, same stopping rule, each starting as the model's own output layer.
+    split     without training: does splitting the rows of the refitted output layer help, and along how many
+              directions (`fit.splitting`)? That says how many components mixtures are given
+    fits      heads and their controls, all from the refitted layer, until their curves are flat
+              (`fit.comparison`)
+    power     a gain planted in the same states, and what the same fits make of it (`fit.power`)
 
-    softmax         control: rows h + M h + m, with M = 0 and m = 0 at the start, and W
-    softmax_equal   control: the same plus a perceptron with as many parameters as mos adds to softmax
-    mos, trunk      K rows h + M_k h + m_k with a gate (trunk: only the last quarter of a row differs)
-    sigsoftmax      as softmax, with f(z) = z + logsigmoid(z) and a trained offset of the scores
-    moss            as mos, with that f
-    any other       that says of itself that it is worth trying (`candidates`)
-
-A gain is the loss of the control minus the head's, token by token on held-out text, so that text which is
-hard for both cancels. It says what a head buys this body, frozen, after a short fit; not what a body trained
-with that head from the start would reach.
+A gain is the loss of the best control minus the head's, token by token on held-out text, so that text which
+is hard for both cancels. It says what a head buys this body, frozen; not what a body trained with that head
+from the start would reach.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fullrank.errors import FullrankError
-from fullrank.fit import estimates, frozen
-from fullrank.fit.controls import CONTROLS, Perceptron
-from fullrank.heads import HEADS, Head, RowHead, build
+from fullrank.fit import comparison, estimates, power
+from fullrank.fit.controls import CONTROLS
+from fullrank.fit.setting import layer_of, plain_rows
+from fullrank.fit.states import Parts
+from fullrank.heads import HEADS, Head, Start, build
 from fullrank.heads.base import without_matrix
-from fullrank.heads.contexts import Contexts
-from fullrank.ops import Pointwise
-from fullrank.results.diagnosis import BetterHead, Estimate, HeadFit
+from fullrank.heads.mixture import MixtureHead
+from fullrank.results.diagnosis import BetterHead, CurvePoint, Estimate, HeadFit, Power, SplitTest
 
-
-def candidates() -> tuple[str, ...]:
-    """Heads that are worth trying, read one layer, and whose own parameters make rows: a function of the
-    scores that is trained as well, as plif's, is not fitted here."""
-    worth = [(name, _sketch(name)) for name, head in HEADS.items() if head.worth_trying and head.splits]
-    return tuple(name for name, head in worth if head.pointwise.trained is None and head.states == 1)
-
-
-class Rows(nn.Module):
-    """What makes the rows of a head, without its matrix."""
-
-    def __init__(self, head: RowHead) -> None:
-        super().__init__()
-        # `frozen` holds W, and counts and trains what is here.
-        head.register_module("decoder", None)
-        self.head = head
-
-    def forward(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
-        parts = self.head.flat_parts(states)
-        return parts.rows, parts.log_prior
+LEAST_PLANTED = 0.01
+"""Nats per token below which no gain is planted."""
+TRIES = 2
+"""How often a larger gain is planted where the first was not found."""
 
 
 def better_head(
-    setting: frozen.Setting,
+    plain: Head,
+    parts: Parts,
     *,
-    heads: Sequence[str] | None = None,
-    components: int = 2,
-    seeds: int = 2,
-    rates: Sequence[float] = frozen.RATES,
-    epochs: int = frozen.EPOCHS,
+    heads: Sequence[str],
+    components: int | None = None,
+    most_components: int = 4,
+    measure_power: bool = True,
+    settings: comparison.Settings,
     progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> BetterHead:
-    """Fit the controls and the heads, each with several seeds."""
-    known = candidates()
-    heads = known if heads is None else heads
+    """Fit the controls and the heads. `components` of a mixture are chosen by the split where not given."""
+    known = comparison.candidates()
     unknown = [head for head in heads if head not in known]
-    if unknown or components < 2 or seeds < 1:
+    if unknown or not heads or (components is not None and components < 2):
         raise FullrankError(
-            f"heads {', '.join(heads)} with {components} components and {seeds} seeds: expected some of "
-            f"{', '.join(known)}, 2 or more components and 1 or more seeds"
+            f"heads {', '.join(heads)} with {components} components: expected some of {', '.join(known)}, "
+            "and 2 or more components"
         )
-    if not setting.output.linear:
-        # A soft cap already bends the scores: sigsoftmax on top of it is another function than the published.
-        heads = [head for head in heads if not HEADS[head].offsets]
-    names = (*CONTROLS, *heads)
-    fits: dict[str, list[frozen.Fitted]] = {}
-    for place, name in enumerate(names):
-        fits[name] = []
-        for seed in range(seeds):
 
-            def report(share: float, name: str = name, place: int = place, seed: int = seed) -> None:
-                progress(name, (place + (seed + share) / seeds) / len(names))
+    def make(sure: int) -> Mapping[str, Head]:
+        number = components or components_for(sure, most_components)
+        return {name: started(name, plain, parts, number) for name in heads}
 
-            fits[name].append(
-                frozen.fit(
-                    setting,
-                    lambda name=name: _contexts(name, setting.output.width, components),  # type: ignore[misc]
-                    pointwise=_pointwise(name),
-                    offsets=_offsets(name),
-                    # One seed races the learning rates, the others take its choice.
-                    rates=rates if seed == 0 else (fits[name][0].rate,),
-                    epochs=epochs,
-                    seed=seed,
-                    progress=report,
-                )
-            )
-    return _record(setting, fits, components, seeds)
-
-
-def _contexts(name: str, width: int, components: int) -> nn.Module:
-    """The part of a head that makes rows from states."""
-    if name == "softmax_equal":
-        extra = (components - 1) * (width * width + width) + components * width
-        return Perceptron(width, max(1, extra // (2 * width + 1)))
-    if name == "softmax" or not list(_sketch(name).own_parameters()):
-        # A head without maps of its own gets the control's: directions that all rows share come first.
-        return Contexts(sources=((width, 1),), width=width, as_published=False)
-    return Rows(_built(name, width, components))
-
-
-def _built(name: str, width: int, components: int) -> RowHead:
-    """The head for its rows alone."""
-    # Not centred: on a frozen body the components' common part is what refits the mean row.
-    known = {"components": components, "centred": False}
-    options = {option: value for option, value in known.items() if option in HEADS[name].options()}
-    with without_matrix():
-        return cast(RowHead, build(name, hidden=width, vocab=1, **options))
-
-
-def _sketch(name: str, components: int = 2) -> RowHead:
-    """The head without numbers, to ask it what it is; no random number is drawn."""
-    with torch.device("meta"):
-        return _built(name, 2, components)
-
-
-def _pointwise(name: str) -> Pointwise | None:
-    """The head's own function of the scores; None is the model's."""
-    if name in CONTROLS or type(head := _sketch(name)).pointwise is Head.pointwise:
-        return None
-    return head.pointwise
-
-
-def _offsets(name: str) -> tuple[float, ...]:
-    return () if name in CONTROLS else HEADS[name].offsets
-
-
-def _record(
-    setting: frozen.Setting, fits: dict[str, list[frozen.Fitted]], components: int, seeds: int
-) -> BetterHead:
-    held_out = setting.split.held_out
-    blocks = held_out.blocks
-    original = setting.output.losses(held_out.hidden, held_out.targets, setting.limit)
-    rows = []
-    for name, found in fits.items():
-        rows.append(
-            HeadFit(
-                head=name,
-                components=1 if name in CONTROLS else _sketch(name, components).components,
-                parameters=found[0].parameters,
-                loss=estimates.mean_over_seeds([one.losses for one in found], blocks),
-                gain=_gain(fits["softmax"], found, blocks),
-                gain_over_equal=_gain(fits["softmax_equal"], found, blocks),
-                gain_by_seed=tuple(
-                    float((control.losses - one.losses).double().mean())
-                    for control, one in zip(fits["softmax"], found, strict=True)
-                ),
-                learning_rate=found[0].rate,
-                steps=found[0].steps,
-            )
+    setting = comparison.setting_for(list(make(0).values()), plain, parts, settings)
+    share = 0.7 if measure_power else 1.0
+    found = comparison.compare(
+        setting, make, settings=settings, progress=lambda label, part: progress(label, share * part)
+    )
+    best, gain = found.best, found.gain(found.best)
+    measured: power.Power | None = None
+    if measure_power:
+        measured = _power(
+            found, gain, settings, lambda label, part: progress(label, share + part * (1 - share))
         )
-    high = [name for name in fits if name not in CONTROLS]
-    best = min(high, key=lambda name: _chosen(fits[name])) if high else ""
-    # Whichever control did better where it counts: a head must beat both.
-    control = min(CONTROLS, key=lambda name: sum(float(one.losses.double().mean()) for one in fits[name]))
-    nothing = estimates.around(math.nan, math.nan, 0)
+        gain = dataclasses.replace(gain, high=gain.high + measured.missed * _scale(gain, measured))
+    held_out = parts.held_out
     return BetterHead(
-        original=estimates.mean(original, blocks),
-        fits=tuple(rows),
+        original=estimates.mean(found.original, found.blocks),
+        fits=tuple(_fit(found, name) for name in found.fits),
         best=best,
-        best_gain=_gain(fits[control], fits[best], blocks) if best else nothing,
-        seeds=seeds,
-        fit_tokens=len(setting.split.fit),
+        best_gain=gain,
+        seeds=settings.seeds,
+        fit_tokens=len(parts.fit),
         held_out_tokens=len(held_out),
-        trained_rows=len(setting.trained_rows),
+        trained_rows=found.setting.rows,
+        control=found.control,
+        refit_gain=None
+        if found.refit is None
+        else estimates.mean(found.original - found.refit.losses, found.blocks),
+        split=_split(found),
+        power=None
+        if measured is None
+        else Power(
+            planted=measured.planted, found=measured.found, smallest=measured.smallest,
+            converged=measured.converged,
+        ),
+    )  # fmt: skip
+
+
+def components_for(sure: int, most: int) -> int:
+    """Components that have room for so many directions: a power of two, 2 at the least."""
+    return max(2, min(most, 2 ** math.ceil(math.log2(sure + 1))))
+
+
+def started(name: str, plain: Head, parts: Parts, components: int) -> Head:
+    """A head that starts as the plain one."""
+    layer, rows = layer_of(plain), plain_rows(plain, parts.fit)
+    some = rows[:: max(1, len(rows) // 256)]
+    scores = some @ layer.weight.T
+    if layer.bias is not None:
+        scores += layer.bias
+    start = Start(
+        weight=cast(nn.Parameter, plain.decoder.weight),
+        bias=plain.decoder.bias,
+        softcap=plain.softcap,
+        size=float(rows.double().square().mean().sqrt()),
+        low=float(scores.min()),
+        high=float(scores.max()),
+        widths=(plain.width,),
+    )
+    kind = HEADS[name]
+    options = {"components": components} if "components" in kind.options() else {}
+    with without_matrix(), torch.random.fork_rng(devices=[]):
+        head = build(name, hidden=plain.width, vocab=plain.vocab, **kind.start_options(start, options))
+    head.start_from(start)
+    return head
+
+
+def _power(
+    found: comparison.Comparison,
+    gain: Estimate,
+    settings: comparison.Settings,
+    progress: Callable[[str, float], None],
+) -> power.Power:
+    """Plant what was found, or about what should just be seen, and more where that is not found."""
+    name = next((name for name, head in found.heads.items() if isinstance(head, MixtureHead)), None)
+    if name is None or found.directions is None:
+        return power.Power(
+            planted=Estimate(value=0.0, low=0.0, high=0.0), found=Estimate(value=0.0, low=0.0, high=0.0),
+            smallest=math.inf, converged=False,
+        )  # fmt: skip
+    head = found.heads[name]
+    assert isinstance(head, MixtureHead)
+    fresh = started(name, found.setting.plain, found.setting.parts, head.components)
+    assert isinstance(fresh, MixtureHead)
+    error = (gain.high - gain.low) / 4
+    level = max(LEAST_PLANTED, gain.value, 2 * power.DETECTED * error)
+    control = found.refit if found.refit is not None else found.fits["softmax"][0]
+    for number in range(TRIES):
+
+        def report(label: str, part: float, number: int = number) -> None:
+            progress(label, (number + part) / TRIES)
+
+        measured = power.measure(
+            found.setting, fresh, found.directions, gain=level,
+            rates=(control.rate, found.fits[name][0].rate), settings=settings, progress=report,
+        )  # fmt: skip
+        if math.isfinite(measured.smallest):
+            break
+        level *= 4
+    return measured
+
+
+def _scale(gain: Estimate, measured: power.Power) -> float:
+    """A gain smaller than the planted one lost less, and no more than itself could have."""
+    if measured.planted.value <= 0:
+        return 0.0
+    return min(1.0, max(0.0, gain.high) / measured.planted.value)
+
+
+def _split(found: comparison.Comparison) -> SplitTest | None:
+    directions = found.directions
+    if directions is None:
+        return None
+    mixtures = [head.components for head in found.heads.values() if isinstance(head, MixtureHead)]
+    return SplitTest(
+        found=directions.found,
+        null=directions.null,
+        judged=directions.judged,
+        sure=directions.sure,
+        components=max(mixtures, default=1),
+        gain=found.split_gain,
     )
 
 
-def _chosen(found: Sequence[frozen.Fitted]) -> float:
-    return sum(one.choose_loss for one in found) / len(found)
-
-
-def _gain(control: Sequence[frozen.Fitted], found: Sequence[frozen.Fitted], blocks: Tensor) -> Estimate:
-    if control is found:
-        return Estimate(value=0.0, low=0.0, high=0.0)
-    differences = [one.losses - other.losses for one, other in zip(control, found, strict=True)]
-    return estimates.mean_over_seeds(differences, blocks)
+def _fit(found: comparison.Comparison, name: str) -> HeadFit:
+    fits, head = found.fits[name], found.heads[name]
+    same = Estimate(value=0.0, low=0.0, high=0.0)
+    return HeadFit(
+        head=name,
+        components=1 if name in CONTROLS else getattr(head, "components", 1),
+        parameters=fits[0].trained,
+        loss=estimates.mean_over_seeds([one.losses for one in fits], found.blocks),
+        gain=same if name == "softmax" else found.gain(name, "softmax"),
+        gain_over_equal=same if name == "softmax_equal" else found.gain(name, "softmax_equal"),
+        gain_by_seed=tuple(float(one.double().mean()) for one in found.differences(name, "softmax")),
+        learning_rate=fits[0].rate,
+        steps=fits[0].steps,
+        converged=all(one.converged for one in fits),
+        curve=tuple(CurvePoint(steps=steps, loss=loss) for steps, loss in fits[0].curve),
+    )

@@ -5,18 +5,20 @@ Two curves over the rank r, on states that stay as they are:
     truncated   W Π_r, the nearest matrix of rank r in the metric of the states: it minimises E |(W' - W) h|².
                 With C = E h hᵀ and the r leading right singular vectors E_r of W C^{1/2},
                 Π_r = C^{1/2} E_r E_rᵀ C^{-1/2}; W is centred over the vocabulary, to which softmax is blind.
-    refitted    A B with A [V, r] and B = Qᵀ (I + M) [r, D], fitted from the truncation A Qᵀ = W Π_r, where Q
-                is orthonormal and M = 0 (`frozen`), with a learning rate chosen for each r. Its r = D is the
-                control for the fitting.
+    refitted    A B with A [V, r] and B [r, D], both fitted from the truncation until the learning curve is
+                flat (`fit.loop`). Its r = D is the control for the fitting: what the text itself teaches any
+                matrix is in both.
 
-The original matrix is the control for the truncation. The need is where a curve comes within `tolerance` of
-its own control, read between measured ranks on a log scale; its interval comes from a bootstrap over text
-blocks. Godey et al. (2404.07647) fit W = A B from random factors, with 150 million tokens; a fit from the
-truncation needs few, and tells ranks below the knee worse from each other than theirs.
+The need is where a curve comes within `tolerance` of its own control, read between measured ranks on a log
+scale; its interval comes from a bootstrap over text blocks. Two refits of the full rank with different seeds
+say how far retraining alone moves a loss, and the tolerance is never below twice that. Where every refit is
+within it the need is "at most" the smallest rank, and where none is "at least" the largest below the width.
+Fewer than four tokens a direction of the states are too few: the covariance is then mostly noise.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -26,75 +28,79 @@ from torch import Tensor, nn
 
 from fullrank.diagnose.questions.spectrum import centred_gram, gram_matrix
 from fullrank.errors import FullrankError
-from fullrank.fit import estimates, frozen
-from fullrank.heads.contexts import Contexts
+from fullrank.fit import comparison, estimates, training
+from fullrank.fit.setting import layer_of
+from fullrank.fit.states import Parts
+from fullrank.heads import Head, build
+from fullrank.heads.base import without_matrix
 from fullrank.models.output_layer import OutputLayer
 from fullrank.results.diagnosis import Estimate, RankNeeded, RankPoint
 
 TOLERANCE = 0.02
 """Nats per token, about 2% of perplexity."""
 REPLICATES = 1000
-REFIT_TOKENS, CHOOSE_TOKENS = 2048, 512
+PER_DIRECTION = 4
+"""Tokens to fit on that every direction of the states must have."""
+MORE = 2
+"""Further ranks that are refitted below the first ones, where all of these are within the tolerance."""
+SHRINK = 0.1
+"""How much of D / N the states' covariance is drawn to a multiple of the identity."""
 CUTTING = 0.2
 """Share of the time that the truncated curve takes."""
 
 
-class Narrow(nn.Module):
-    """One context Qᵀ (h + M h + m) of r entries."""
-
-    down: Tensor
-
-    def __init__(self, down: Tensor) -> None:
-        super().__init__()
-        width = len(down)
-        self.linear = Contexts(sources=((width, 1),), width=width, as_published=False)
-        self.register_buffer("down", down)
-
-    def forward(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
-        contexts, log_prior = self.linear(states)
-        return contexts @ self.down, log_prior
-
-
 def rank_needed(
-    setting: frozen.Setting,
+    plain: Head,
+    parts: Parts,
     *,
+    settings: comparison.Settings,
     ranks: Sequence[int] = (),
-    refit: Sequence[int] = (),
-    rates: Sequence[float] = frozen.RATES,
-    epochs: int = frozen.EPOCHS,
     tolerance: float = TOLERANCE,
-    seed: int = 0,
     progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> RankNeeded:
-    """Both curves. `ranks` default to a grid over the width, `refit` to those around the truncated knee.
-
-    D belongs to both in any case.
-    """
-    D = setting.output.width
-    ranks = sorted({*(ranks or default_ranks(D)), *refit, D})
+    """Both curves. `ranks` default to a grid over the width; D belongs to them in any case."""
+    D, output = plain.width, layer_of(plain)
+    ranks = sorted({*(ranks or default_ranks(D)), D})
     if ranks[0] < 1 or ranks[-1] > D:
         raise FullrankError(f"ranks {ranks[0]} to {ranks[-1]} were asked for, expected 1 to the width {D}")
-    held_out, blocks = setting.split.held_out, setting.split.held_out.blocks
-    original = setting.output.losses(held_out.hidden, held_out.targets, setting.limit)
-    factors = truncation(setting.output, setting.split.fit.hidden)
+    if len(parts.fit) < PER_DIRECTION * D:
+        raise FullrankError(
+            f"{len(parts.fit):,} tokens to fit on are too few for states of width {D}: give text for "
+            f"{PER_DIRECTION * D * 7 // 4:,} --tokens or more"
+        )
+    hidden, targets = parts.held_out.states[0].flatten(0, 1), parts.held_out.targets.flatten()
+    blocks, limit = parts.held_out.blocks.flatten(), settings.memory // 4
+    original = output.losses(hidden, targets, limit)
+    factors = truncation(output, parts.fit.states[0].flatten(0, 1))
     truncated: dict[int, Tensor] = {}
     for place, rank in enumerate(ranks):
         progress(f"rank {rank}", CUTTING * place / len(ranks))
-        output, down = narrowed(setting.output, factors, rank)
-        truncated[rank] = (
-            original if rank == D else output.losses(held_out.hidden @ down, held_out.targets, setting.limit)
-        )
-    cut_knee = knee(truncated, blocks, tolerance, seed=seed)
-    chosen = sorted({*(refit or ranks_to_refit(ranks, cut_knee.value)), D})
-    refitted: dict[int, frozen.Fitted] = {}
-    for place, rank in enumerate(chosen):
+        narrow, down = narrowed(output, factors, rank)
+        truncated[rank] = original if rank == D else narrow.losses(hidden @ down, targets, limit)
+    cut_knee, _ = knee(truncated, blocks, tolerance, seed=settings.seed)
+    waiting = ranks_to_refit(ranks, cut_knee.value)
+    refitted: dict[int, training.Fitted] = {}
+    planned, more = len(waiting) + 1, MORE
 
-        def report(share: float, rank: int = rank, place: int = place) -> None:
-            progress(f"refit of rank {rank}", CUTTING + (1 - CUTTING) * (place + share) / len(chosen))
+    def refit(rank: int, seed: int = 0, rate: float | None = None) -> training.Fitted:
+        done = len(refitted)
 
-        report(0.0)
-        output, down = narrowed(setting.output, factors, rank)
-        refitted[rank] = _refit(setting, output, down, rates, epochs, seed, report)
+        def report(share: float) -> None:
+            progress(f"refit of rank {rank}", CUTTING + (1 - CUTTING) * min(1.0, (done + share) / planned))
+
+        return _refit(plain, parts, factors, rank, settings, seed, rate, report)
+
+    while waiting:
+        rank = waiting.pop()
+        refitted[rank] = refit(rank)
+        lower = [one for one in ranks if one < rank]
+        within = float((refitted[rank].losses - refitted[D].losses).double().mean()) <= tolerance
+        if not waiting and within and lower and more:
+            waiting.append(lower[-1])
+            planned, more = planned + 1, more - 1
+    again = refit(D, 1, refitted[D].rate)
+    noise = abs(float((again.losses - refitted[D].losses).double().mean()))
+    tolerance = max(tolerance, 2 * noise)
     points = tuple(
         RankPoint(
             rank=rank,
@@ -105,15 +111,19 @@ def rank_needed(
         for rank in ranks
     )
     curve = {rank: one.losses for rank, one in refitted.items()}
-    need, slope = knee(curve, blocks, tolerance, seed=seed), _slope(curve, blocks)
+    need, bound = knee(curve, blocks, tolerance, seed=settings.seed)
+    slope = _slope(curve, blocks, D)
     return RankNeeded(
         points=points,
         original=estimates.mean(original, blocks),
         tolerance=tolerance,
         knee=need,
         truncated_knee=cut_knee,
-        still_falling=len(chosen) > 1 and need.high > chosen[-2] and slope.low > 0,
+        still_falling=bound == "at least",
         slope=slope,
+        noise=noise,
+        bound=bound,
+        converged=all(one.converged for one in refitted.values()),
     )
 
 
@@ -124,14 +134,19 @@ def default_ranks(width: int) -> list[int]:
 
 
 def ranks_to_refit(ranks: Sequence[int], truncated_knee: float) -> list[int]:
-    """The first rank at or above the truncated knee and the three below: a refit moves it down, if at all."""
+    """Rising: the first rank at or above the truncated knee and the two below, since a refit moves it down,
+    if at all; half the width, for the last doubling; and the width."""
     place = next((place for place, rank in enumerate(ranks) if rank >= truncated_knee), len(ranks) - 1)
-    return list(ranks[max(0, place - 3) : place + 1])
+    half = min(ranks, key=lambda rank: abs(rank - ranks[-1] / 2))
+    return sorted({*ranks[max(0, place - 2) : place + 1], half, ranks[-1]})
 
 
 def truncation(output: OutputLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """[D, D] and [D, D] in fp64 whose first r columns and rows multiply to Π_r."""
     values, vectors = torch.linalg.eigh(gram_matrix(hidden) / len(hidden))
+    # Small variances are estimated too small, and by much where tokens are few: drawn a little to the mean.
+    shrink = min(0.5, SHRINK * len(values) / len(hidden))
+    values = (1 - shrink) * values + shrink * values.mean()
     # Directions that no state has are of no weight; a floor keeps their inverse finite.
     root = values.clamp(min=1e-10 * float(values[-1])).sqrt()
     half, inverse = (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
@@ -152,22 +167,39 @@ def narrowed(output: OutputLayer, factors: tuple[Tensor, Tensor], rank: int) -> 
 
 
 def _refit(
-    setting: frozen.Setting,
-    output: OutputLayer,
-    down: Tensor,
-    rates: Sequence[float],
-    epochs: int,
+    plain: Head,
+    parts: Parts,
+    factors: tuple[Tensor, Tensor],
+    rank: int,
+    settings: comparison.Settings,
     seed: int,
+    rate: float | None,
     progress: Callable[[float], None],
-) -> frozen.Fitted:
+) -> training.Fitted:
     """Fit from the truncation. Rows are drawn from the truncated head: the original proposes other tokens."""
-    split = frozen.Split(
-        fit=setting.split.fit.first(REFIT_TOKENS),
-        choose=setting.split.choose.first(CHOOSE_TOKENS),
-        held_out=setting.split.held_out,
-    )
-    narrow = frozen.prepared(output, split, setting.trained_rows, limit=setting.limit, seed=seed, down=down)
-    return frozen.fit(narrow, lambda: Narrow(down), rates=rates, epochs=epochs, seed=seed, progress=progress)
+    narrow = plain if rank == plain.width else narrow_head(plain, factors, rank)
+    setting = comparison.setting_for([narrow], narrow, parts, settings)
+    plan = comparison.plan_for(setting, narrow, settings)
+    if rate is not None:
+        plan = dataclasses.replace(plan, rates=(rate,))
+    return training.train(setting, narrow, plan, seed=settings.seed + seed, progress=progress)[0]
+
+
+def narrow_head(plain: Head, factors: tuple[Tensor, Tensor], rank: int) -> Head:
+    """W Π_r as a softmax over rows of r entries."""
+    layer, down = narrowed(layer_of(plain), factors, rank)
+    bias = plain.decoder.bias
+    with without_matrix(), torch.random.fork_rng(devices=[]):
+        head = build("softmax", hidden=plain.width, vocab=plain.vocab, width=rank, bias=bias is not None)
+    if plain.softcap is not None:
+        head.cap_scores(plain.softcap)
+    head.to(layer.weight.device)
+    head.decoder.weight = nn.Parameter(layer.weight, requires_grad=False)
+    if bias is not None:
+        head.decoder.bias = nn.Parameter(bias.detach().clone())
+    with torch.no_grad():
+        head.get_parameter(head.row_map).copy_(down.T)
+    return head
 
 
 def _beside(losses: Tensor, control: Tensor, blocks: Tensor) -> Estimate:
@@ -177,8 +209,11 @@ def _beside(losses: Tensor, control: Tensor, blocks: Tensor) -> Estimate:
     return Estimate(value=level + excess.value, low=level + excess.low, high=level + excess.high)
 
 
-def knee(curve: dict[int, Tensor], blocks: Tensor, tolerance: float, *, seed: int = 0) -> Estimate:
-    """The rank at which losses [N] by rank come within the tolerance of the largest rank's."""
+def knee(
+    curve: dict[int, Tensor], blocks: Tensor, tolerance: float, *, seed: int = 0
+) -> tuple[Estimate, str]:
+    """The rank at which losses [N] by rank come within the tolerance of the largest rank's; "at most" where
+    they are from the smallest rank on, "at least" where they are not below the largest."""
     ranks = np.array(sorted(curve))
     numbers, place = torch.unique(blocks, return_inverse=True)
     sums = torch.zeros(len(ranks), len(numbers), dtype=torch.float64)
@@ -191,8 +226,17 @@ def knee(curve: dict[int, Tensor], blocks: Tensor, tolerance: float, *, seed: in
     drawn = ((counts @ sums.T) / (counts @ sizes)[:, None]).numpy()
     found = [crossing(ranks, one, tolerance) for one in drawn]
     low, high = np.quantile(found, (0.025, 0.975))
-    centre = crossing(ranks, (sums.sum(dim=1) / sizes.sum()).numpy(), tolerance)
-    return Estimate(value=centre, low=float(min(low, centre)), high=float(max(high, centre)))
+    level = (sums.sum(dim=1) / sizes.sum()).numpy()
+    centre = crossing(ranks, level, tolerance)
+    need = Estimate(value=centre, low=float(min(low, centre)), high=float(max(high, centre)))
+    if centre <= ranks[0]:
+        return need, "at most"
+    if len(ranks) > 1 and level[-2] - level[-1] > tolerance:
+        # Between the last two ranks nothing was measured.
+        return dataclasses.replace(
+            need, value=float(ranks[-2]), low=min(need.low, float(ranks[-2]))
+        ), "at least"
+    return need, ""
 
 
 def crossing(ranks: np.ndarray, losses: np.ndarray, tolerance: float) -> float:
@@ -207,10 +251,9 @@ def crossing(ranks: np.ndarray, losses: np.ndarray, tolerance: float) -> float:
     return math.exp(start + share * (stop - start))
 
 
-def _slope(curve: dict[int, Tensor], blocks: Tensor) -> Estimate:
-    """Nats per token that the last doubling of the rank bought, from the last two refits."""
-    ranks = sorted(curve)
-    if len(ranks) < 2:
+def _slope(curve: dict[int, Tensor], blocks: Tensor, width: int) -> Estimate:
+    """Nats per token that the last doubling of the rank bought; NaN where half the width was not refitted."""
+    half = next((rank for rank in curve if 2 * rank in (width - 1, width, width + 1)), None)
+    if half is None:
         return estimates.around(math.nan, math.nan, 0)
-    low, high = ranks[-2:]
-    return estimates.mean((curve[low] - curve[high]) / math.log2(high / low), blocks)
+    return estimates.mean(curve[half] - curve[width], blocks)

@@ -1,0 +1,321 @@
+"""Would splitting the head's rows help? A test that trains nothing, and a start that does not stall.
+
+With one row r for a token, p = softmax(W r), g = Wᵀ (e_y - p) and H = Wᵀ (diag p - p pᵀ) W, replace r by two
+rows r + d and r - d of equal prior. Then (docs/theory.md has the proof)
+
+    log( ½ p_y(r + d) + ½ p_y(r - d) )  =  log p_y(r) + ½ dᵀ (g gᵀ - H) d + O(|d|⁴)
+
+The first derivative is zero: equal components are a saddle, which short fits do not leave. The second is what
+a mixture can take. If p is right given the state, E[g gᵀ | state] = H and there is nothing in any direction.
+
+Directions are affine in the state, d = M x with x = (1, h), and what they gain together is the quadratic form
+
+    T(M) = E[ (gᵀ M x)² - xᵀ Mᵀ H M x ]
+
+whose leading eigenvectors are sought on one part of the text, in units in which E[H] and the states'
+covariance are the identity, so that they are the same however W and h are scaled. The expectation under H is
+a mean over m tokens drawn from p in place of y, so a product with T costs no pass over the vocabulary. For
+wide states M is confined to the leading directions of the constant split and of the states.
+
+On another part of the text a direction's quotient is an honest estimate: under the null y and the drawn
+tokens have one distribution, and its expectation is zero. The same search with a drawn token in place of y
+says what the largest eigenvalue is when nothing is to be had.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fullrank.fit import estimates, sampling
+from fullrank.fit.setting import Setting, layer_of, plain_rows
+from fullrank.fit.states import Part
+from fullrank.fit.trainee import Trainee
+from fullrank.heads.mixture import MixtureHead
+from fullrank.results import Estimate
+
+DRAWN = 16
+"""Tokens drawn from p for each state."""
+WIDTH = 64
+"""Directions of rows, and of states, that M is confined to."""
+DIRECTIONS = 7
+"""Eigenvectors: what eight components can use."""
+RIDGE = 1e-3
+"""Of the mean variance, added before a covariance is inverted."""
+SCALES = tuple(2.0**power for power in range(-4, 4))
+"""Of the step along the directions, to choose from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Moments:
+    """Tokens as the test sees them."""
+
+    states: Tensor
+    """[N, H]"""
+    scores: Tensor
+    """[N, r] g."""
+    drawn: Tensor
+    """[N, m, r] g of tokens drawn from p."""
+    blocks: Tensor
+    """[N]"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Directions:
+    """Ways to split a row, the most promising first."""
+
+    maps: Tensor
+    """[J, r, H]"""
+    shifts: Tensor
+    """[J, r]: direction j moves a row by maps[j] h + shifts[j]."""
+    found: tuple[float, ...]
+    """Eigenvalues on the part they were found on."""
+    null: float
+    """The largest eigenvalue there when y is drawn from the model."""
+    judged: tuple[Estimate, ...]
+    """Quotients on the other part."""
+    rows: Tensor
+    """[r, at most WIDTH] the directions of rows that were looked at, E[H] being the identity in them."""
+    states: tuple[Tensor, Tensor]
+    """[H, fewer than WIDTH] those of states, each of unit variance, and the states' mean."""
+
+    @property
+    def sure(self) -> int:
+        """How many lead to more than nothing on the other part, up to the first that does not."""
+        signs = [one.low > 0 for one in self.judged]
+        return signs.index(False) if False in signs else len(signs)
+
+    def step(self, number: int) -> tuple[Tensor, Tensor]:
+        """The first so many, each in proportion to the root of its eigenvalue: gain λ s² against a cost of
+        s⁴ is best there."""
+        lengths = torch.tensor(self.found[:number], dtype=self.maps.dtype).clamp(min=1e-12).sqrt()
+        lengths = lengths.to(self.maps.device)
+        return lengths[:, None, None] * self.maps[:number], lengths[:, None] * self.shifts[:number]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Gathered:
+    """Moments of two parts of a text: to find directions on, and to judge them on."""
+
+    find: Moments
+    judge: Moments
+
+    def last(self, own: int) -> Gathered:
+        """For the last entries of a row alone."""
+        return Gathered(
+            find=dataclasses.replace(
+                self.find, scores=self.find.scores[:, -own:], drawn=self.find.drawn[..., -own:]
+            ),
+            judge=dataclasses.replace(
+                self.judge, scores=self.judge.scores[:, -own:], drawn=self.judge.drawn[..., -own:]
+            ),
+        )
+
+
+def gather(
+    setting: Setting,
+    *,
+    tokens: int,
+    seed: int = 0,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Gathered:
+    """The moments of at most so many tokens to fit on, and to choose on."""
+    # They are kept for every drawn token.
+    tokens = max(256, min(tokens, setting.limit // (8 * DRAWN * setting.plain.width)))
+    generator = torch.Generator(device=setting.parts.fit.targets.device).manual_seed(seed)
+    find = moments(setting, setting.parts.fit, tokens, generator, lambda share: progress(0.7 * share))
+    judge = moments(
+        setting, setting.parts.choose, tokens, generator, lambda share: progress(0.7 + 0.3 * share)
+    )
+    return Gathered(find=find, judge=judge)
+
+
+def search(gathered: Gathered, *, own: int | None = None, seed: int = 0) -> Directions:
+    """Directions of rows whose last `own` entries may differ; None is all."""
+    gathered = gathered if own is None else gathered.last(own)
+    rows, states = _row_basis(gathered.find), _state_basis(gathered.find)
+    scores, drawn, x = _reduced(gathered.find, rows, states)
+    values, vectors = _leading(scores, drawn, x, DIRECTIONS, seed)
+    null, _ = _leading(drawn[:, 0], drawn[:, 1:], x, 1, seed)
+    judged = tuple(_quotient(gathered.judge, rows, states, vector) for vector in vectors)
+    # M in the units of states and rows, with the mean of the states in the shift.
+    basis, mean = states
+    maps = torch.einsum("dr,jrq,hq->jdh", rows, vectors[:, :, 1:], basis)
+    shifts = torch.einsum("dr,jr->jd", rows, vectors[:, :, 0]) - maps @ mean
+    return Directions(
+        maps=maps, shifts=shifts, found=tuple(values.tolist()), null=float(null[0]), judged=judged,
+        rows=rows, states=states,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def moments(
+    setting: Setting,
+    part: Part,
+    tokens: int,
+    generator: torch.Generator,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Moments:
+    """Scores of tokens from all over a part, and of tokens drawn from the model: one pass over W."""
+    output, rows = layer_of(setting.plain), plain_rows(setting.plain, part)
+    # Every so many, but in blocks as they come: intervals are over blocks.
+    chosen = torch.arange(0, len(part), max(1, -(-len(part) // tokens)), device=rows.device)
+    rows, targets = rows[chosen], part.targets.flatten()[chosen]
+    weight = output.weight
+    scores, drawn, done = [], [], 0
+    for piece in output.pieces(rows, setting.limit // 3):
+        some = targets[done : done + len(piece)]
+        raw = piece @ output.weight.T
+        if output.bias is not None:
+            raw += output.bias
+        slope: Tensor | None = None
+        if not output.linear:
+            # Of a soft cap: how much of a step of the row reaches the score.
+            evaluated = output.pointwise.evaluate_(raw, gradient=True)
+            raw, slope = evaluated.value, evaluated.slope
+        p = torch.softmax(raw, dim=1)
+        mean = (p if slope is None else p * slope) @ weight
+        ids = sampling.draw(p, DRAWN, generator)
+
+        def at(ids: Tensor, slope: Tensor | None = slope, mean: Tensor = mean) -> Tensor:
+            found = weight[ids]
+            if slope is not None:
+                found = slope.gather(1, ids)[..., None] * found
+            return found - mean[:, None]
+
+        scores.append(at(some[:, None])[:, 0])
+        drawn.append(at(ids))
+        done += len(piece)
+        progress(done / len(rows))
+    return Moments(
+        states=part.states[0].flatten(0, 1)[chosen],
+        scores=torch.cat(scores),
+        drawn=torch.cat(drawn),
+        blocks=part.blocks.flatten()[chosen],
+    )
+
+
+def _inverse_root(covariance: Tensor) -> Tensor:
+    covariance = covariance.double()
+    ridge = RIDGE * covariance.diagonal().mean().clamp(min=1e-30)
+    values, vectors = torch.linalg.eigh(covariance + ridge * torch.eye(len(covariance)).to(covariance))
+    return (vectors * values.clamp(min=float(ridge)).rsqrt()) @ vectors.T
+
+
+def _row_basis(fit: Moments) -> Tensor:
+    """[r, at most WIDTH] directions of rows in which E[H] is the identity, the most overdispersed first."""
+    count, drawn, r = fit.drawn.shape
+    flat = fit.drawn.reshape(-1, r)
+    expected = (flat.T @ flat).double() / (count * drawn)
+    root = _inverse_root(expected)
+    excess = root @ ((fit.scores.T @ fit.scores).double() / count - expected) @ root
+    _, vectors = torch.linalg.eigh(excess)
+    return (root @ vectors.flip(1)[:, :WIDTH]).to(fit.scores.dtype)
+
+
+def _state_basis(fit: Moments) -> tuple[Tensor, Tensor]:
+    """[H, at most WIDTH - 1] in which the states' leading directions have unit variance, and their mean."""
+    mean = fit.states.mean(dim=0)
+    centred = fit.states - mean
+    values, vectors = torch.linalg.eigh((centred.T @ centred).double() / len(centred))
+    values, vectors = values.flip(0)[: WIDTH - 1], vectors.flip(1)[:, : WIDTH - 1]
+    # A direction that states do not have would be divided by nothing.
+    kept = values > 1e-6 * values[0]
+    return (vectors[:, kept] * values[kept].rsqrt()).to(fit.states.dtype), mean
+
+
+def _reduced(some: Moments, rows: Tensor, states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores [N, r], drawn ones [N, m, r] and states [N, q] in the coordinates of M."""
+    basis, mean = states
+    x = (some.states - mean) @ basis
+    return some.scores @ rows, some.drawn @ rows, torch.cat([torch.ones_like(x[:, :1]), x], dim=1)
+
+
+def _leading(scores: Tensor, drawn: Tensor, x: Tensor, number: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalues of T, falling, and their eigenvectors [J, r, q]."""
+    from scipy.sparse.linalg import LinearOperator, eigsh
+
+    count, r, q = len(x), scores.shape[1], x.shape[1]
+    size = r * q
+
+    def product(vector: np.ndarray) -> np.ndarray:
+        M = torch.from_numpy(vector.reshape(r, q)).to(x)
+        moved = x @ M.T
+        pulled = scores * (scores * moved).sum(dim=1, keepdim=True)
+        weights = torch.einsum("nmr,nr->nm", drawn, moved)
+        pulled -= torch.einsum("nm,nmr->nr", weights, drawn) / drawn.shape[1]
+        return ((pulled.T @ x).double() / count).cpu().numpy().reshape(-1)
+
+    number = min(number, size)
+    if size <= 256:
+        whole = np.stack([product(column) for column in np.eye(size)], axis=1)
+        values, vectors = np.linalg.eigh((whole + whole.T) / 2)
+    else:
+        start = np.random.default_rng(seed).standard_normal(size)
+        operator = LinearOperator((size, size), matvec=product, dtype=np.float64)
+        values, vectors = eigsh(operator, k=number, which="LA", v0=start, tol=1e-3, maxiter=size)
+    order = np.argsort(values)[::-1][:number]
+    found = torch.from_numpy(vectors[:, order].T.reshape(-1, r, q).copy()).to(x)
+    return torch.from_numpy(values[order].copy()), found
+
+
+def _quotient(some: Moments, rows: Tensor, states: tuple[Tensor, Tensor], vector: Tensor) -> Estimate:
+    scores, drawn, x = _reduced(some, rows, states)
+    moved = x @ vector.T
+    gained = (scores * moved).sum(dim=1).square()
+    expected = torch.einsum("nmr,nr->nm", drawn, moved).square().mean(dim=1)
+    return estimates.mean(gained - expected, some.blocks)
+
+
+def codes(components: int) -> Tensor:
+    """[K, K - 1] corners of a simplex: mean zero, and a unit covariance, so that K components move along
+    K - 1 directions at once."""
+    from scipy.linalg import helmert
+
+    return torch.from_numpy(math.sqrt(components) * helmert(components).T.copy())
+
+
+def split(head: MixtureHead, directions: Directions, scale: float) -> MixtureHead:
+    """A copy of a mixture whose components stand apart along the directions, sharing W."""
+    weight = head.decoder.weight
+    found = copy.deepcopy(head, {id(weight): weight})
+    number = min(head.components - 1, len(directions.found))
+    maps, shifts = directions.step(number)
+    found.contexts.split(scale * codes(head.components)[:, :number].to(maps), maps, shifts)
+    return found
+
+
+@torch.no_grad()
+def apart(setting: Setting, head: MixtureHead, directions: Directions) -> tuple[MixtureHead, float]:
+    """The split with the lowest loss on the text for choosing, and its scale; the head as it is and 0 where
+    none is better."""
+    best, least, chosen = head, _choose_loss(setting, head), 0.0
+    for scale in SCALES:
+        found = split(head, directions, scale)
+        loss = _choose_loss(setting, found)
+        if loss < least:
+            best, least, chosen = found, loss, scale
+        elif chosen:
+            break
+    return best, chosen
+
+
+def _choose_loss(setting: Setting, head: MixtureHead) -> float:
+    return Trainee(head, setting, 0).to(setting.parts.fit.targets.device).choose_loss()
+
+
+@torch.no_grad()
+def gain(setting: Setting, before: MixtureHead, after: MixtureHead) -> Estimate:
+    """Held-out nats per token that a split gains by itself."""
+    held_out = setting.parts.held_out
+    losses = [
+        Trainee(head, setting, 0).to(held_out.targets.device).exact_losses(held_out)
+        for head in (before, after)
+    ]
+    return estimates.mean(losses[0] - losses[1], held_out.blocks.flatten())

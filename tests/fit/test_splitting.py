@@ -1,0 +1,130 @@
+"""Splitting a head's rows: the theorem, its null, and directions that lead somewhere."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fullrank.fit import splitting
+from fullrank.fit.setting import Setting, prepare
+from fullrank.fit.states import Part, split
+from fullrank.heads import Head, build
+
+D, V = 6, 40
+
+
+def _moments(weight: Tensor, row: Tensor, target: int) -> tuple[Tensor, Tensor]:
+    """g and H of one token."""
+    p = torch.softmax(weight @ row, dim=0)
+    mean = weight.T @ p
+    centred = weight - mean
+    return weight[target] - mean, centred.T @ (p[:, None] * centred)
+
+
+@given(seed=st.integers(0, 10_000), width=st.integers(1, 8), vocab=st.integers(2, 30))
+def test_statement_16_a_split_gains_what_its_second_derivative_says(
+    seed: int, width: int, vocab: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randn(vocab, width, generator=draw, dtype=torch.float64)
+    row, direction = torch.randn(2, width, generator=draw, dtype=torch.float64)
+    target = seed % vocab
+    g, H = _moments(weight, row, target)
+    expected = 0.5 * float((g @ direction) ** 2 - direction @ H @ direction)
+
+    def log_mixture(step: float) -> float:
+        both = torch.stack([row + step * direction, row - step * direction])
+        found = torch.log_softmax(both @ weight.T, dim=1)[:, target]
+        return float(found.logsumexp(0)) - math.log(2)
+
+    before = log_mixture(0.0)
+    # What is left is of fourth order: a step of half the size leaves a sixteenth of it.
+    left = [log_mixture(step) - before - expected * step**2 for step in (0.02, 0.01)]
+    assert abs(left[1]) <= abs(left[0]) / 8 + 1e-12
+    # No first derivative: the two sides of a step are one.
+    assert log_mixture(0.01) == pytest.approx(log_mixture(-0.01), abs=1e-14)
+
+
+@given(seed=st.integers(0, 10_000))
+def test_statement_17_a_right_model_has_no_direction_to_split_along(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randn(V, D, generator=draw, dtype=torch.float64)
+    row = torch.randn(D, generator=draw, dtype=torch.float64)
+    p = torch.softmax(weight @ row, dim=0)
+    expected = torch.zeros(D, D, dtype=torch.float64)
+    for target in range(V):
+        g, H = _moments(weight, row, target)
+        expected += p[target] * torch.outer(g, g)
+    torch.testing.assert_close(expected, H)
+
+
+@pytest.mark.parametrize("components", [2, 3, 4, 8])
+def test_codes_move_components_along_all_directions_and_their_mean_along_none(components: int) -> None:
+    codes = splitting.codes(components)
+    assert codes.shape == (components, components - 1)
+    torch.testing.assert_close(codes.sum(dim=0), torch.zeros(components - 1, dtype=torch.float64))
+    torch.testing.assert_close(codes.T @ codes / components, torch.eye(components - 1, dtype=torch.float64))
+
+
+def _setting(gap: float, *, softcap: float | None = None, windows: int = 120) -> Setting:
+    """States, and tokens from two softmaxes whose rows stand `gap` either side of the model's along a
+    direction that turns with the state."""
+    draw = torch.Generator().manual_seed(0)
+    plain: Head = build("softmax", hidden=D, vocab=V)
+    if softcap is not None:
+        plain.cap_scores(softcap)
+    hidden = torch.randn(windows, 64, D, generator=draw)
+    with torch.no_grad():
+        plain.decoder.weight.normal_(generator=draw)
+        turned = torch.roll(hidden, 1, dims=-1)
+        sign = torch.randint(2, (windows, 64, 1), generator=draw) * 2 - 1
+        log_probs = plain(hidden + gap * sign * turned)
+    targets = torch.multinomial(log_probs.flatten(0, 1).exp(), 1, generator=draw).view(windows, 64)
+    blocks = torch.arange(windows)[:, None].expand(windows, 64)
+    parts = split(Part(states=(hidden,), targets=targets, ids=targets, blocks=blocks))
+    return prepare(plain, parts, rows=V, exact=True, matrix=True, limit=1 << 24, seed=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 8.0])
+def test_directions_are_found_where_rows_are_split(softcap: float | None) -> None:
+    setting = _setting(0.6, softcap=softcap)
+    found = splitting.search(splitting.gather(setting, tokens=10_000))
+    assert found.sure >= 1
+    assert found.found[0] > 1.5 * found.null
+    # The direction turns with the state as the truth does: d = M x with M the roll of the entries.
+    truth = torch.roll(torch.eye(D), 1, dims=0)
+    cosine = (found.maps[0] * truth).sum() / found.maps[0].norm() / truth.norm()
+    assert abs(float(cosine)) > 0.9
+    head = build("mos", hidden=D, vocab=V, components=2, centred=False)
+    head.decoder.weight = setting.plain.decoder.weight
+    if softcap is not None:
+        head.cap_scores(softcap)
+    started, scale = splitting.apart(setting, head, found)
+    assert scale > 0
+    assert splitting.gain(setting, head, started).low > 0.01
+
+
+def test_no_direction_is_sure_where_the_model_is_right() -> None:
+    found = splitting.search(splitting.gather(_setting(0.0), tokens=10_000))
+    assert found.sure == 0
+    assert found.found[0] < 1.5 * found.null
+
+
+def test_a_trunk_is_split_in_what_its_components_own() -> None:
+    setting = _setting(0.6)
+    gathered = splitting.gather(setting, tokens=10_000)
+    own = splitting.search(gathered, own=2)
+    assert own.maps.shape[1:] == (2, D)
+    head = build("trunk", hidden=D, vocab=V, components=2, private=2, centred=False)
+    head.decoder.weight = setting.plain.decoder.weight
+    moved = splitting.split(head, own, 0.5)
+    rows, log_prior = moved.rows([torch.randn(5, D)])
+    # The shared part is one for all components, and their mean row is where it was.
+    torch.testing.assert_close(rows[:, 0, : D - 2], rows[:, 1, : D - 2])
+    assert not torch.allclose(rows[:, 0], rows[:, 1])
+    torch.testing.assert_close(log_prior.exp(), torch.full((5, 2), 0.5))
