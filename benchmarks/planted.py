@@ -4,21 +4,24 @@
 
 The truth is a mixture of K softmaxes over the states h [D] of the model's own body,
 
-    p(y | h) = 1/K sum_k softmax(W_t (h + s M_k h + s m_k)),        sum_k M_k = 0, sum_k m_k = 0,
+    p(y | h) = 1/K sum_k softmax(W_t (h + s M_k h)),        sum_k M_k = 0,
 
 so its log-probabilities have a higher rank than any softmax of width D, and a mixture head over these states
 can represent it exactly. The model in the directory has the best softmax: its W minimises the exact cross
 entropy against p over the distribution of contexts (not over a sample of the text), so its one fault is the
 bottleneck. `gain` is its loss minus the entropy of p; the spread s is sought until it is what was asked for.
 
-A softmax head that may also move its rows, by a map of the state that is not linear, gets a part of this gain
-without any more rank. `gain_over_rows` is what is left over the best softmax of this width whose row is free
-for every context: a better head's gain over such a control lies between the two.
+What of this is rank? A softmax whose row is another function of the state gets a part of the gain as well.
+`gain_over_equal` is what is left over the best softmax whose rows have a perceptron with as many parameters
+as the true mixture's maps (the control of a diagnosis, fitted against the exact truth), `gain_over_rows` over
+one whose row is free for every context. A better head's gain over a control lies between these and `gain`.
+(Constant differences between components would be worse: they are mostly a bias of words, no rank at all.)
 
 Contexts. A body without layers has one state a word, so contexts are enumerated, weighted by the stationary
 distribution of the chain of words. A body with layers attends to `ATTENTION` words only: its state depends on
 a few last words, not on where a diagnosis cuts the text into windows, and contexts are sampled by writing
-many streams side by side. Tied embeddings are fitted as a whole, rows and states together.
+many streams side by side. Tied embeddings are fitted as a whole, rows and states together, so
+there the truth is a mixture over other states than the model's.
 
 A healthy model is the same with K = 1 and s = 0: its text is drawn from its own softmax, or, where `shift` is
 above zero, from one with another matrix and bias over the same states. There a refit gains and no head beats
@@ -39,6 +42,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from fullrank.fit.controls import Perceptron
 from fullrank.models.anatomy import states as states_of
 from fullrank.models.loading import quiet
 from fullrank.results import write_whole
@@ -88,7 +92,7 @@ CASES = {
     "small": Case(vocab=384, width=16, components=4, gain=0.18, tokens=300_000),
     "pair": Case(vocab=512, width=16, components=2, gain=0.10, tokens=200_000, dtype="bfloat16"),
     "narrow": Case(
-        vocab=256, width=8, components=3, gain=0.40, tokens=100_000, dtype="float16", sharpness=2.5
+        vocab=256, width=8, components=3, gain=0.30, tokens=100_000, dtype="float16", sharpness=2.0
     ),
     "tied": Case(vocab=384, width=24, components=4, gain=0.05, tokens=300_000, tied=True, dtype="bfloat16"),
     "neox": Case(
@@ -99,12 +103,10 @@ CASES = {
         vocab=256, width=32, components=4, gain=0.15, tokens=200_000, layers=2, dtype="bfloat16"
     ),
     "large": Case(
-        vocab=4096, width=64, components=4, gain=0.30, tokens=300_000, contexts=512, dtype="bfloat16",
+        vocab=4096, width=32, components=4, gain=0.30, tokens=300_000, contexts=512, dtype="bfloat16",
         sharpness=2.0,
     ),
-    "deep": Case(
-        vocab=384, width=16, components=4, gain=0.70, tokens=200_000, contexts=384, sharpness=3.0
-    ),
+    "deep": Case(vocab=256, width=8, components=4, gain=0.60, tokens=200_000, sharpness=3.0),
     "healthy_small": Case(vocab=384, width=16, tokens=300_000),
     "healthy_few": Case(vocab=512, width=16, tokens=20_000),
     "healthy_tied": Case(vocab=512, width=24, tokens=200_000, tied=True, dtype="bfloat16"),
@@ -113,7 +115,7 @@ CASES = {
     ),
     "healthy_layers": Case(vocab=256, width=32, tokens=200_000, layers=2, dtype="bfloat16"),
     "healthy_large": Case(
-        vocab=4096, width=64, tokens=300_000, contexts=512, dtype="bfloat16", sharpness=2.0
+        vocab=4096, width=32, tokens=300_000, contexts=512, dtype="bfloat16", sharpness=2.0
     ),
     "healthy_shift": Case(vocab=384, width=16, tokens=200_000, shift=0.2),
     "healthy_tails": Case(vocab=512, width=32, tokens=200_000, tails=True, dtype="bfloat16"),
@@ -129,6 +131,8 @@ class Planted:
     gain: float
     """Nats per token between the stored softmax and the truth: what the best head would buy these states. For
     a healthy model the gain of a high-rank head over a refitted softmax, which is zero."""
+    gain_over_equal: float
+    """The same over the best softmax whose rows have a perceptron of as many parameters as the true maps."""
     gain_over_rows: float
     """The same over the best softmax of this width with a free row for every context."""
     refit_gain: float
@@ -151,20 +155,20 @@ class Truth:
     """[V, D]"""
     maps: Tensor
     """[K, D, D]"""
-    offsets: Tensor
-    """[K, D]"""
+    offset: Tensor
+    """[D] of all rows: zero, but where the text has moved away from the model."""
 
     def log_probs(self, states: Tensor) -> Tensor:
         """[C, D] to [C, V]."""
         K = len(self.maps)
         parts = torch.full((len(states), len(self.weight)), -math.inf, dtype=states.dtype)
-        for one, offset in zip(self.maps, self.offsets, strict=True):
-            rows = states + states @ one.T + offset
+        for one in self.maps:
+            rows = states + states @ one.T + self.offset
             parts = torch.logaddexp(parts, (rows @ self.weight.T).log_softmax(1))
         return parts - math.log(K)
 
     def spread(self, by: float) -> Truth:
-        return dataclasses.replace(self, maps=by * self.maps, offsets=by * self.offsets)
+        return dataclasses.replace(self, maps=by * self.maps)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,11 +208,11 @@ def plant(directory: Path, case: Case, *, seed: int = 0) -> Planted:
         truth = dataclasses.replace(
             truth,
             weight=truth.weight + case.shift * _scores(case, generator),
-            offsets=case.shift * torch.randn(1, case.width, generator=generator, dtype=FIT),
+            offset=case.shift * torch.randn(case.width, generator=generator, dtype=FIT),
         )
     contexts = _contexts(case, body, truth, generator, SAMPLED)
     if case.components > 1:
-        fitted = _best(case, body, contexts, truth.weight)
+        fitted = _best(case, body, contexts, truth.weight, steps=1000)
     _set_output(body, case, fitted.weight)
     stored = _store(body, case, directory / "model")
     if case.components == 1 and not case.shift:
@@ -219,13 +223,14 @@ def plant(directory: Path, case: Case, *, seed: int = 0) -> Planted:
         # Tied rows were fitted and rounded, and the states with them; the truth at each context is the same.
         contexts = dataclasses.replace(contexts, states=_word_states(case, body))
     loss = cross_entropy(contexts, stored)
-    short = loss - contexts.entropy
+    short, mixed = loss - contexts.entropy, case.components > 1
     planted = Planted(
         model=directory / "model",
         text=directory / "text.txt",
-        gain=short if case.components > 1 else 0.0,
-        gain_over_rows=free_rows(contexts, stored) - contexts.entropy if case.components > 1 else 0.0,
-        refit_gain=loss - cross_entropy(contexts, fitted.weight) if case.components > 1 else short,
+        gain=short if mixed else 0.0,
+        gain_over_equal=bent_rows(contexts, stored, case.components) - contexts.entropy if mixed else 0.0,
+        gain_over_rows=free_rows(contexts, stored) - contexts.entropy if mixed else 0.0,
+        refit_gain=loss - cross_entropy(contexts, fitted.weight) if mixed else short,
         entropy=contexts.entropy,
         loss=loss,
         spread=spread,
@@ -243,14 +248,14 @@ def cross_entropy(contexts: Contexts, weight: Tensor) -> float:
     return -float((contexts.joint * (contexts.states @ weight.T).log_softmax(1)).sum())
 
 
-def best_softmax(contexts: Contexts, start: Tensor) -> Fitted:
-    """L-BFGS in the coordinates of Newton's step with the Hessian's block of every row: else rare words, whose
-    blocks are small, would hardly move."""
+def best_softmax(contexts: Contexts, start: Tensor, *, steps: int = 600) -> Fitted:
+    """L-BFGS in the coordinates of Newton's step with the Hessian's block of every row: rare words,
+    whose blocks are small, would hardly move else."""
     states, joint = contexts.states, contexts.joint
     share = joint.sum(1, keepdim=True)
     # Behind a LayerNorm states do not fill the space, and along what is left nothing would hold the matrix.
     singular = torch.linalg.svd(states, full_matrices=False)
-    basis = singular.Vh[singular.S > 1e-5 * singular.S[0]].T
+    basis = singular.Vh[1e-5 * singular.S[0] < singular.S].T
     within = states @ basis
     pairs = (within[:, :, None] * within[:, None, :]).flatten(1)
     own = (states @ start.T).softmax(1)
@@ -259,10 +264,10 @@ def best_softmax(contexts: Contexts, start: Tensor) -> Fitted:
     change = torch.zeros(len(start), basis.shape[1], dtype=FIT)
 
     def weight() -> Tensor:
-        steps = torch.linalg.solve_triangular(factors.mT, change[..., None], upper=True)[..., 0]
-        return start + steps @ basis.T
+        moved = torch.linalg.solve_triangular(factors.mT, change[..., None], upper=True)[..., 0]
+        return start + moved @ basis.T
 
-    _minimise([change], lambda: -(joint * (states @ weight().T).log_softmax(1)).sum(), steps=600)
+    _minimise([change], lambda: -(joint * (states @ weight().T).log_softmax(1)).sum(), steps=steps)
     found = weight()
     gradient = (share * (states @ found.T).softmax(1) - joint).T @ states
     return Fitted(weight=found, gradient=float(gradient.abs().max()))
@@ -276,6 +281,26 @@ def free_rows(contexts: Contexts, start: Tensor) -> float:
     before = -float((joint * (rows @ weight.T).log_softmax(1)).sum())
     after = _minimise([rows, weight], lambda: -(joint * (rows @ weight.T).log_softmax(1)).sum(), steps=300)
     return cross_entropy(contexts, start) - (before - after)
+
+
+def bent_rows(contexts: Contexts, start: Tensor, components: int) -> float:
+    """Loss of the best softmax whose rows have a perceptron of a mixture's size."""
+    states, joint = contexts.states[:SEARCHED], contexts.joint[:SEARCHED] / contexts.joint[:SEARCHED].sum()
+    D = states.shape[1]
+    extra = (components - 1) * (D * D + D) + components * D
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        rows, weight = Perceptron(D, max(1, extra // (2 * D + 1))).to(FIT), start.clone()
+        # Off the point where the inner layer has no gradient.
+        torch.nn.init.normal_(rows.leave.weight, std=0.05 / D**0.5)
+
+    def loss() -> Tensor:
+        return -(joint * (rows([states])[0].flatten(0, 1) @ weight.T).log_softmax(1)).sum()
+
+    before = -float((joint * (states @ start.T).log_softmax(1)).sum())
+    return cross_entropy(contexts, start) - (
+        before - _minimise([*rows.parameters(), weight], loss, steps=300)
+    )
 
 
 def _minimise(parameters: Sequence[Tensor], loss: Callable[[], Tensor], *, steps: int) -> float:
@@ -299,9 +324,9 @@ def _minimise(parameters: Sequence[Tensor], loss: Callable[[], Tensor], *, steps
     return float(loss())
 
 
-def _best(case: Case, body: Any, contexts: Contexts, start: Tensor) -> Fitted:
+def _best(case: Case, body: Any, contexts: Contexts, start: Tensor, *, steps: int) -> Fitted:
     if not case.tied:
-        return best_softmax(contexts, start)
+        return best_softmax(contexts, start, steps=steps)
     weight = start.clone()
     norm = body.model.norm
 
@@ -309,7 +334,7 @@ def _best(case: Case, body: Any, contexts: Contexts, start: Tensor) -> Fitted:
         scaled = weight * (weight.pow(2).mean(1, keepdim=True) + norm.variance_epsilon).rsqrt()
         return -(contexts.joint * (scaled * norm.weight.to(FIT) @ weight.T).log_softmax(1)).sum()
 
-    _minimise([weight], loss, steps=1000)
+    _minimise([weight], loss, steps=steps)
     weight.requires_grad_(True)
     (gradient,) = torch.autograd.grad(loss(), weight)
     return Fitted(weight=weight.detach(), gradient=float(gradient.abs().max()))
@@ -322,7 +347,8 @@ def _sought(case: Case, body: Any, truth: Truth, generator: torch.Generator) -> 
     above: tuple[float, float] | None = None
     for _ in range(16):
         contexts = _contexts(case, body, truth.spread(spread), generator, SEARCHED)
-        fitted = _best(case, body, contexts, start)
+        # A search need not end where the gradient is zero; the gain is computed anew after it.
+        fitted = _best(case, body, contexts, start, steps=100)
         if case.tied:
             _set_output(body, case, fitted.weight)
             contexts = dataclasses.replace(contexts, states=_word_states(case, body))
@@ -354,10 +380,9 @@ def _scores(case: Case, generator: torch.Generator) -> Tensor:
 def _truth(case: Case, generator: torch.Generator) -> Truth:
     K, D = case.components, case.width
     weight = _scores(case, generator)
-    maps = torch.randn(K, D, D, generator=generator, dtype=FIT) / (2 * D) ** 0.5
-    offsets = torch.randn(K, D, generator=generator, dtype=FIT) / 2**0.5
+    maps = torch.randn(K, D, D, generator=generator, dtype=FIT) / D**0.5
     # Centred: else the mean row is moved, which a softmax follows and no rank is needed for.
-    return Truth(weight=weight, maps=maps - maps.mean(0), offsets=offsets - offsets.mean(0))
+    return Truth(weight=weight, maps=maps - maps.mean(0), offset=torch.zeros(D, dtype=FIT))
 
 
 def _body(case: Case, generator: torch.Generator) -> Any:
@@ -511,7 +536,8 @@ def main(config: Config) -> None:
     planted = plant(config.directory, CASES[config.case], seed=config.seed)
     print(
         f"{config.case}: loss {planted.loss:.4f}, entropy {planted.entropy:.4f}, gain {planted.gain:.4f} "
-        f"nats ({planted.gain_over_rows:.4f} over rows that are free), a refit {planted.refit_gain:.4f}"
+        f"nats ({planted.gain_over_equal:.4f} over an equal softmax, {planted.gain_over_rows:.4f} over free "
+        f"rows), a refit {planted.refit_gain:.4f}"
     )
 
 
