@@ -207,6 +207,9 @@ def main(config: Config) -> None:
     made = provenance(seed=None, device="cpu")
     rows = earlier(config.out, made.commit)
     console = Console()
+    if not console.is_terminal:
+        # In a file the table keeps its lines.
+        console = Console(width=140)
     for seed in range(config.seeds):
         for name in config.cases:
             if any((row["case"], row["seed"]) == (name, seed) for row in rows):

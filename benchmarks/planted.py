@@ -53,10 +53,10 @@ ATTENTION = 3
 """Words that a layer attends to, itself included."""
 STREAMS = 128
 """Written side by side: few, because words next to where two meet are not drawn from the truth."""
-SAMPLED = 40_000
+SAMPLED = 20_000
 """Contexts of a body with layers over which its head is fitted and the gain is computed."""
-SEARCHED = 10_000
-"""The same while the spread is sought."""
+SEARCHED = 5_000
+"""The same while the spread is sought, and for rows that are bent or free."""
 CLOSE = 0.03
 """How far from the gain asked for the search of the spread may end, as a share of it."""
 MOST_SPREAD = 8.0
