@@ -25,6 +25,7 @@ from fullrank.errors import FullrankError
 from fullrank.fit import collect
 from fullrank.models import anatomy
 from fullrank.models.loading import load, quiet
+from fullrank.models.output_layer import OutputLayer
 from fullrank.results import Diagnosis
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS
 
@@ -345,7 +346,7 @@ def test_results_of_another_text_model_or_size_are_not_replaced_in_silence(
         ("another text, 16 windows of 64 tokens from prose.txt", directory, {"text": [other]}),
         ("another model, llama", mistral, {}),
         ("15 windows", directory, {"settings": fewer}),
-        ("this model in float32, not in bfloat16", directory, {"dtype": torch.bfloat16}),
+        ("this model in float32, not in float64", directory, {"dtype": torch.float64}),
     ):
         options: dict[str, Any] = {"text": [text], "settings": SMALL, "out": tmp_path / words[:12]}
         run(directory, **options, only=["loss"])
@@ -584,9 +585,62 @@ def test_the_function_is_not_hidden_by_a_module() -> None:
     assert fullrank.diagnose.run is run
 
 
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator held at once during `work`, beyond what it held before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        kept = work()
+    events = seen.profiler.kineto_results.events()
+    steps = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+    held = peak = 0
+    for _, _, size in steps:
+        held += size
+        peak = max(peak, held)
+    del kept
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("question", "biased"), [*((name, False) for name in QUESTIONS), ("logprob_rank", True)]
+)
+def test_a_question_takes_no_more_memory_than_it_says(question: str, biased: bool, whole: Diagnosis) -> None:
+    """And that is within --memory, or it is not asked."""
+    V, D, N = 8192, 64, 1024
+    generator = torch.Generator().manual_seed(0)
+    output = OutputLayer(
+        weight=torch.randn(V, D, generator=generator) / 8,
+        bias=torch.randn(V, generator=generator) if biased else None,
+        tokens=V,
+    )
+    facts = dataclasses.replace(whole.model, width=D, vocabulary=V, tokens=V, bias=biased)
+    window = torch.arange(N) // 64
+    sampled = torch.randn(4, 512, D, generator=generator)
+    places = torch.arange(512)
+    states = collect.States(
+        hidden=torch.randn(N, D, generator=generator), targets=torch.randint(V, (N,), generator=generator),
+        sizes=torch.ones(N), positions=torch.arange(N) % 64, blocks=window, windows=window, layers=sampled,
+        layer_names=("embedding", "block 1", "block 2", "output"), layer_positions=places % 63 + 1,
+        layer_blocks=places // 63,
+    )  # fmt: skip
+    build = anatomy.Anatomy(output=output, facts=facts, states_rank=D, blocks=())
+    # The search has a buffer that does not shrink with what it may take.
+    memory = 640 << 20 if question == "unreachable" else 64 << 20
+    settings = dataclasses.replace(SMALL, memory=memory, epochs=1, search_seconds=2.0)
+    answers = Answers(build, states, settings, str)
+    answers.check_memory(question)
+    peak = peak_bytes(lambda: getattr(answers, question)(lambda label, share: None))
+    assert peak <= answers.needs(question) <= memory - answers.held
+
+
 def test_a_search_that_would_not_fit_is_left_out_with_its_price(directory: Path, text: Path) -> None:
-    tight = dataclasses.replace(SMALL, tokens=256, memory=190_000)
+    tight = dataclasses.replace(SMALL, tokens=256, memory=600_000)
     found = run(directory, text=[text], settings=tight, only=["spectrum", "unreachable"])
     reasons = {one.question: one.reason for one in found.missing}
     assert found.spectrum is not None
     assert "more than --memory" in reasons["unreachable"]
+
+
+def test_the_usual_memory_grows_with_the_output_matrix(whole: Diagnosis) -> None:
+    usual = (2 << 30) + 6 * 4 * 300 * 32
+    assert whole.answered["anisotropy"].settings["memory"] == str(usual)

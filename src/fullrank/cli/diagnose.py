@@ -59,7 +59,8 @@ class Diagnose:
     window: int | None = None
     """Tokens a window, the longest context; 512 by default."""
     memory: float | None = None
-    """GiB that states, copies of the output matrix and buffers may take beside the model; 2 by default."""
+    """GiB that states, buffers and copies of the output matrix may take, beside the model and one copy of its
+    output matrix in float32; 2 and six copies by default."""
     components: int | None = None
     """Components of the mixtures; 2 by default."""
     seeds: int | None = None

@@ -48,8 +48,9 @@ class Settings:
     """Tokens of text to run the model on."""
     window: int = 512
     """Tokens a window: the longest context."""
-    memory: int = 2 << 30
-    """Bytes that states and buffers may take beside the model."""
+    memory: int = 0
+    """Bytes that states, buffers and copies of the output matrix may take, beside the model and one copy of
+    its output matrix in fp32; 0 is 2 GiB and six copies."""
     heads: tuple[str, ...] = dataclasses.field(default_factory=better_head.candidates)
     components: int = 2
     """Components of the mixtures."""
@@ -140,6 +141,9 @@ def run(
             say=lambda message: progress(message, 0.0),
         )
         build = anatomy.examine(loaded)
+        if not settings.memory:
+            copies = 6 * 4 * build.output.weight.numel()
+            settings = dataclasses.replace(settings, memory=(2 << 30) + copies)
         where = torch.device(device) if device_map else build.output.weight.device
         stack.enter_context(_caller_undisturbed(where))
         if isinstance(text, collect.Windows):
@@ -281,15 +285,53 @@ class Answers:
         """`states` is None where only questions by name are asked; `watched` is a model and its windows."""
         self.build, self.settings, self.name, self.watched = build, settings, name, watched
         self.output = build.output
-        # A quarter of the memory for one V-wide buffer: there are up to three, and the states.
-        self.limit = settings.memory // 4
         self._setting: frozen.Setting | None = None
+        self.held = 0
         if states is not None:
             self.states = states
             device = self.output.weight.device
             self.hidden = states.hidden.to(device)
             self.targets = states.targets.to(device)
             self.parts = split(states.windows)
+            self.held = 4 * (states.hidden.numel() + states.layers.numel())
+        # A quarter of what is left for one V-wide buffer: there may be two, and what a question holds itself.
+        self.limit = max(1, settings.memory - self.held) // 4
+
+    def needs(self, question: str) -> int:
+        """Bytes that a question takes at most, beside the model, one copy of W in fp32, and the states."""
+        V, D = self.output.weight.shape
+        N, sampled = (0, 0) if not self.held else (len(self.hidden), len(self.states.layer_positions))
+        # Slices of W in fp64, and their Gram matrix with its vectors.
+        slices = 32 * min(V, 8192) * D + 64 * D * D
+        biased = 4 * V * (D + 1) if self.output.bias is not None else 0
+        match question:
+            case "loss":
+                return self.limit * 5 // 4
+            case "spectrum":
+                return slices
+            case "anisotropy":
+                return 40 * sampled * D
+            case "logprob_rank":
+                return slices + 32 * N * D + 3 * biased
+            case "gradient":
+                return slices + 2 * self.limit
+            case "rank_needed" | "better_head":
+                # W for scaled states, rows of it that are not trained, a copy with those that are, an inner
+                # factor; the states in three parts, scaled.
+                return 16 * V * D + 12 * N * D + self.limit * 3 // 2
+            case "unreachable":
+                # W and its standard coordinates in fp64, and a copy in fp32 for the search.
+                return 24 * V * D + 16 * min(V * V, 1 << 25)
+        return 0
+
+    def check_memory(self, question: str) -> None:
+        """Raise where an answer would take more memory than it may."""
+        needed = self.held + self.needs(question)
+        if needed > self.settings.memory:
+            raise FullrankError(
+                f"states and buffers of this question take {needed / 2**30:.1f} GiB, more than --memory "
+                f"{self.settings.memory / 2**30:.1f} GiB: allow more"
+            )
 
     def setting(self) -> frozen.Setting:
         if self._setting is None:
@@ -365,13 +407,6 @@ class Answers:
         )
 
     def unreachable(self, progress: Progress) -> object:
-        # W and its standard coordinates in fp64, and a copy in fp32 for the search.
-        needed = 20 * self.output.weight.numel()
-        if needed > self.settings.memory:
-            raise FullrankError(
-                f"the search needs {needed / 2**30:.1f} GiB for a matrix of this size, more than --memory "
-                f"{self.settings.memory / 2**30:.1f} GiB: allow more"
-            )
         return unreachable.unreachable(
             self.output,
             self.name,
@@ -434,6 +469,7 @@ def answer(
         torch.manual_seed(answers.settings.seed)
         try:
             progress(name, 0.0)
+            answers.check_memory(name)
             file.add(name, getattr(answers, name)(report), time.monotonic() - started)
             progress(name, 1.0)
         except KeyboardInterrupt:
