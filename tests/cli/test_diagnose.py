@@ -20,7 +20,7 @@ import torch
 
 from fullrank import results
 from fullrank.cli import main
-from fullrank.cli.diagnose import Diagnose, _settings
+from fullrank.cli.diagnose import Diagnose, _dtype, _settings
 from fullrank.diagnose.diagnosis import QUICK, Answers
 from fullrank.fit import collect
 from fullrank.models.loading import quiet
@@ -191,6 +191,15 @@ def test_flags_reach_the_settings() -> None:
     assert (settings.tokens, settings.window, settings.memory) == (4096, 128, 1 << 29)
     assert (settings.components, settings.seeds, settings.search_seconds) == (3, 4, 9.0)
     assert (settings.seed, settings.heads, settings.rates) == (7, QUICK.heads, QUICK.rates)
+
+
+def test_the_dtype_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _dtype("auto", "cpu") == _dtype("auto", "mps") == torch.float32
+    assert _dtype("float16", "cpu") == torch.float16
+    for has_it, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has_it=has_it, **options: has_it)
+        assert _dtype("auto", "cuda:1") == expected
+        assert _dtype("float32", "cuda:1") == torch.float32
 
 
 def test_half_precision_is_said(diagnose: Run, tmp_path: Path) -> None:

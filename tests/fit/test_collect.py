@@ -350,6 +350,19 @@ def test_windows_at_once_by_what_fits(llama: tuple[Loaded, Anatomy]) -> None:
     assert batch_size.chosen(model, 64, 0, 9) == 9
 
 
+def test_windows_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large:
+        device, dtype = torch.device("cuda:1"), torch.bfloat16
+
+        class config:
+            hidden_size, intermediate_size = 4096, 14336
+
+    one = 2 * 512 * (8 * 4096 + 3 * 14336)
+    for free, expected in ((2 * 7 * one + 1, 7), (10**12, 64), (one, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        assert batch_size.chosen(Large(), 512, 1) == expected
+
+
 # Windows to states
 
 
