@@ -42,8 +42,11 @@ def record(by_position: dict[tuple[int, int], float], mean: float, *, begun: boo
     )  # fmt: skip
 
 
-# SmolLM2-135M on English, without a begin token, as it was trained.
-TRAINED = {(0, 1): 7.6, (2, 3): 5.8, (4, 7): 5.0, (8, 15): 4.5, (16, 31): 4.1, (32, 63): 3.8, (64, 510): 3.2}
+# SmolLM2-135M-Instruct on the default text, without a begin token, as it was trained.
+TRAINED = {
+    (0, 1): 8.27, (2, 3): 6.79, (4, 7): 5.42, (8, 15): 4.56, (16, 31): 4.22, (32, 63): 3.17, (64, 127): 2.97,
+    (128, 255): 2.75, (256, 510): 2.43,
+}  # fmt: skip
 # A model that had a begin token in training and has none now.
 LOST = {(0, 1): 13.1, (2, 3): 12.4, (4, 7): 11.0, (8, 15): 9.2, (16, 31): 7.0, (32, 63): 5.4, (64, 510): 4.1}
 
@@ -53,7 +56,7 @@ def codes(found: Diagnosis) -> list[str]:
 
 
 def test_a_trained_model_has_none() -> None:
-    assert codes(record(TRAINED, 3.3)) == []
+    assert codes(record(TRAINED, 2.78)) == []
 
 
 @pytest.mark.parametrize(("begun", "remedy"), [(False, "--bos yes"), (True, "--bos no")])
