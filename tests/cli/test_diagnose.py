@@ -7,8 +7,10 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 
 from fullrank import results
 from fullrank.cli import main
-from fullrank.cli.diagnose import Diagnose, _settings
+from fullrank.cli.diagnose import Diagnose, _dtype, _settings
 from fullrank.diagnose.diagnosis import QUICK, Answers
 from fullrank.fit import collect
 from fullrank.models.loading import quiet
@@ -106,13 +108,18 @@ def test_results_page_and_table(diagnose: Run, tmp_path: Path, capsys: pytest.Ca
     assert f"{record.loss.nats_per_token.value:.3f}" in printed.out
     assert "least rank 16" in printed.out
     assert printed.out.count("not asked for") == 3
-    assert "nothing was flagged" in printed.out
+    # Weights at random: the other answers are about nothing.
+    assert "is near that of a uniform guess, 5.55" in printed.out
     assert str(out / "results.json") in printed.out
     assert str(out / "report.html") in printed.out
     page = (out / "report.html").read_text(encoding="utf8")
     assert "</html>" in page
     assert "tiny" in page
-    assert printed.err == ""
+    stages = [line.split(" s  ")[1] for line in printed.err.splitlines()]
+    assert stages == [
+        "loading the model", "loading tiny", "running the model", "loss", "spectrum", "anisotropy",
+        "logprob_rank", "gradient",
+    ]  # fmt: skip
 
 
 def test_what_is_not_a_terminal_gets_plain_text(diagnose: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +142,8 @@ def test_as_a_process_with_a_pipe(model: Path, text: Path, tmp_path: Path) -> No
         [sys.executable, "-m", "fullrank.cli.main", "diagnose", *arguments],
         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert all(line[6:10] == " s  " for line in done.stderr.splitlines())
     assert "\x1b" not in done.stdout
     assert done.stdout.startswith("tiny: width 16, vocabulary 256")
     assert done.stdout.splitlines()[-1] == f"page    {out / 'report.html'}"
@@ -185,6 +193,15 @@ def test_flags_reach_the_settings() -> None:
     assert (settings.seed, settings.heads, settings.rates) == (7, QUICK.heads, QUICK.rates)
 
 
+def test_the_dtype_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _dtype("auto", "cpu") == _dtype("auto", "mps") == torch.float32
+    assert _dtype("float16", "cpu") == torch.float16
+    for has_it, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has_it=has_it, **options: has_it)
+        assert _dtype("auto", "cuda:1") == expected
+        assert _dtype("float32", "cuda:1") == torch.float32
+
+
 def test_half_precision_is_said(diagnose: Run, tmp_path: Path) -> None:
     assert diagnose("--dtype", "bfloat16") == 0
     record, _ = results.load(tmp_path / "out" / "results.json")
@@ -197,12 +214,13 @@ def test_half_precision_is_said(diagnose: Run, tmp_path: Path) -> None:
 def refused(code: int, capsys: pytest.CaptureFixture[str], out: Path, *words: str) -> None:
     assert code == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith("fullrank: ")
-    assert printed.err.count("\n") == 1
-    assert "Traceback" not in printed.err
+    *before, sentence = printed.err.splitlines()
+    assert sentence.startswith("fullrank: ")
+    # Nothing but progress comes before it.
+    assert all(line[6:10] == " s  " for line in before)
     assert "\x1b" not in printed.out
     for word in words:
-        assert word in printed.err
+        assert word in sentence
     assert not out.exists()
 
 
@@ -218,7 +236,10 @@ def refused(code: int, capsys: pytest.CaptureFixture[str], out: Path, *words: st
         (["--memory", "nan"], ["--memory is nan"]),
         (["--memory", "inf"], ["--memory is inf"]),
         (["--search-seconds", "0.5"], ["--search-seconds is 0.5", "1 or more"]),
+        (["--batch-size", "0"], ["--batch-size is 0", "1 or more"]),
+        (["--bos", "yes"], ["no begin token", "leave out --bos"]),
         (["--device", "abacus"], ["abacus", "cpu, cuda or mps"]),
+        (["--device", "cuda:7"], ["'cuda:7'", "torch sees none"]),
         (["--revision", "main"], ["revision 'main'", "hub"]),
         (["--skip", "loss", "spectrum"], ["leave no question"]),
     ],
@@ -315,11 +336,10 @@ def test_an_interruption_writes_what_is_finished(
     interrupt(monkeypatch, "logprob_rank", KeyboardInterrupt())
     assert diagnose(which=["--skip", "better_head"]) == 130
     printed = capsys.readouterr()
-    assert "not answered: logprob_rank, rank_needed, unreachable, gradient\n" in printed.out
+    assert "not answered: logprob_rank, rank_needed, unreachable, gradient; the same command" in printed.out
     assert "better_head" not in printed.out
     assert "\x1b" not in printed.out
-    assert printed.err.startswith("fullrank: interrupted")
-    assert printed.err.count("\n") == 1
+    assert printed.err.splitlines()[-1].startswith("fullrank: interrupted")
     out = tmp_path / "out"
     record, _ = results.load(out / "results.json")
     assert record.loss is not None
@@ -337,6 +357,140 @@ def test_an_interruption_writes_what_is_finished(
     assert later.logprob_rank is not None
 
 
+WAITS = """
+import sys, time
+from pathlib import Path
+from fullrank.diagnose.diagnosis import Answers
+
+def wait(self, progress):
+    Path(sys.argv[-1]).touch()
+    time.sleep(600)
+
+Answers.spectrum = wait
+from fullrank.cli import main
+sys.exit(main.run(sys.argv[1:-1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_signal_costs_only_the_question_in_hand(
+    number: signal.Signals, diagnose: Run, model: Path, text: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    out, there = tmp_path / "out", tmp_path / "there"
+    arguments = [str(model), "--text", str(text), "--out", str(out), *SMALL, *FAST]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITS, "diagnose", *arguments, str(there)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    while not there.exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    printed, complained = process.communicate(timeout=60)
+    killed, _ = results.load(out / "results.json")
+    assert killed.loss is not None
+    assert {one.question: one.reason for one in killed.missing}["spectrum"] == "interrupted"
+    if number == signal.SIGTERM:
+        assert process.returncode == 128 + signal.SIGTERM
+        assert "not answered: spectrum; the same command goes on" in printed
+        assert complained.splitlines()[-1].startswith("fullrank: stopped by SIGTERM")
+        assert (out / "report.html").exists()
+    else:
+        assert process.returncode == -signal.SIGKILL
+    assert not [name for name in written(out) if Path(name).name.startswith(".")]
+    # The same command goes on.
+    assert diagnose() == 0
+    assert "kept from an earlier run on the same model and text: loss" in capsys.readouterr().err
+    record, made = results.load(out / "results.json")
+    assert record.spectrum is not None
+    assert (record.loss, record.answered["loss"]) == (killed.loss, killed.answered["loss"])
+    assert record.answered["loss"].made.command.endswith(str(there))
+    assert record.answered["spectrum"].made.command == made.command
+
+
+def test_results_of_another_model_are_not_replaced(
+    diagnose: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    assert diagnose() == 0
+    before = {name: (out / name).read_bytes() for name in written(out)}
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    capsys.readouterr()
+    assert diagnose(model=other) == 2
+    assert (
+        "results.json is of another model, tiny: choose another --out, or --replace"
+        in capsys.readouterr().err
+    )
+    assert {name: (out / name).read_bytes() for name in written(out)} == before
+    assert diagnose("--replace", model=other) == 0
+    assert results.load(out / "results.json")[0].model.name == "other"
+
+
+def test_a_begin_token(
+    diagnose: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    begun = tmp_path / "begun"
+    shutil.copytree(model, begun)
+    settings = json.loads((begun / "tokenizer_config.json").read_text())
+    (begun / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "b"}))
+    made = Tokenizer.from_file(str(begun / "tokenizer.json"))
+    made.post_processor = TemplateProcessing(single="b $A", special_tokens=[("b", made.token_to_id("b"))])
+    made.save(str(begun / "tokenizer.json"))
+    for flags, said in (([], ", as the tokenizer has it (--bos no"), (["--bos", "yes"], "")):
+        assert diagnose(*flags, "--fresh", "--replace", model=begun) == 0
+        assert f"every window begins with b{said}" in capsys.readouterr().err
+        assert results.load(tmp_path / "out" / "results.json")[0].text.starts_with_bos
+    assert diagnose("--bos", "no", "--replace", model=begun) == 0
+    assert "begins with" not in capsys.readouterr().err
+    assert not results.load(tmp_path / "out" / "results.json")[0].text.starts_with_bos
+
+
+@pytest.mark.parametrize("package", ["altair", "vl_convert", "jinja2"])
+def test_without_the_packages_of_the_page(
+    package: str, diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert diagnose("--only", "loss", which=[]) == 0
+    monkeypatch.setitem(sys.modules, package, None)
+    assert diagnose() == 0
+    printed = capsys.readouterr().out
+    last = printed.splitlines()[-1]
+    assert last.startswith(f"page    none: a report needs the package '{package}'")
+    assert "pip install 'fullrank[report]'" in last
+    assert "spectrum" in printed
+    assert results.load(tmp_path / "out" / "results.json")[0].spectrum is not None
+    # The page of other answers would contradict the results.
+    assert not (tmp_path / "out" / "report.html").exists()
+
+
+def test_progress_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    from fullrank.cli import progress
+
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with progress.Bar(Console()) as bar:
+        for second in range(35):
+            clock[0] = 100.0 + second
+            bar.update("better_head: mos", second / 35)
+        bar.update("gradient", 0.0)
+        bar.say("out of memory")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [
+        "     0 s  better_head: mos", "    10 s  better_head: mos  29%", "    20 s  better_head: mos  57%",
+        "    30 s  better_head: mos  86%", "    34 s  gradient", "out of memory",
+    ]  # fmt: skip
+
+
 def test_an_interruption_does_not_lose_earlier_answers(
     diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,8 +498,8 @@ def test_an_interruption_does_not_lose_earlier_answers(
     first, _ = results.load(tmp_path / "out" / "results.json")
     capsys.readouterr()
     interrupt(monkeypatch, "loss", KeyboardInterrupt())
-    assert diagnose() == 130
-    assert "interrupted; earlier answers were kept\n" in capsys.readouterr().out
+    assert diagnose("--fresh") == 130
+    assert "interrupted; earlier answers were kept; the same command" in capsys.readouterr().out
     second, _ = results.load(tmp_path / "out" / "results.json")
     assert second == first
 
@@ -405,7 +559,7 @@ def test_results_survive_runs_that_fail(
     assert unchanged()
     with monkeypatch.context() as patch:
         interrupt(patch, "loss", TypeError("ours"))
-        assert diagnose() == 1
+        assert diagnose("--fresh") == 1
         assert "a mistake of ours, TypeError: ours" in capsys.readouterr().err
     assert unchanged()
 
@@ -465,7 +619,7 @@ def test_a_training_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "out"
     assert main.run(["diagnose", str(trained), "--out", str(out), "--device", "cpu", "--quick"]) == 0
     printed = capsys.readouterr()
-    assert printed.err == ""
+    assert "every window begins with <eos>" in printed.err.splitlines()
     assert printed.out.startswith("mixed: width 6")
     record, _ = results.load(out / "results.json")
     assert isinstance(record, Diagnosis)

@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from fullrank import results
-from fullrank.diagnose.diagnosis import INTERRUPTED, NOT_ASKED, QUICK, Answers, Interrupted, Settings, run
+from fullrank.diagnose.diagnosis import QUICK, Answers, Interrupted, Settings, run
 from fullrank.diagnose.questions import spectrum
+from fullrank.diagnose.results_file import INTERRUPTED, NOT_ASKED
 from fullrank.errors import FullrankError
 from fullrank.fit import collect
 from fullrank.models import anatomy
-from fullrank.models.loading import load
+from fullrank.models.loading import load, quiet
+from fullrank.models.output_layer import OutputLayer
 from fullrank.results import Diagnosis
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS
 
@@ -70,7 +73,7 @@ def provenance() -> results.Provenance:
 def timeless(record: Diagnosis) -> Diagnosis:
     found = record.unreachable
     found = None if found is None else dataclasses.replace(found, seconds=0.0)
-    return dataclasses.replace(record, seconds={}, unreachable=found)
+    return dataclasses.replace(record, seconds={}, unreachable=found, answered={})
 
 
 def values(record: object) -> Iterator[tuple[str, Any]]:
@@ -233,48 +236,138 @@ def test_few_tokens_answer_what_they_can(directory: Path, text: Path) -> None:
 # Earlier answers
 
 
-def kept(directory: Path, text: Path, out: Path, settings: Settings = SMALL, **which: Any) -> Diagnosis:
-    record = run(directory, text=[text], settings=settings, out=out, **which)
-    results.save(record, out / "results.json", results.provenance(seed=0, device="cpu"))
-    return record
+def test_every_answer_is_on_disk_before_the_next_question(
+    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def look(self: Answers, progress: object) -> object:
+        seen.append(results.load(tmp_path / "results.json"))
+        raise FullrankError("looked")
+
+    monkeypatch.setattr(Answers, "spectrum", look)
+    monkeypatch.setattr(Answers, "gradient", look)
+    final = run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST)
+    (first, made), (second, _) = seen
+    assert first.loss == final.loss
+    assert {one.question: one.reason for one in first.missing} == {
+        name: INTERRUPTED if name in FAST else NOT_ASKED for name in QUESTIONS if name != "loss"
+    }
+    assert {one.question: one.reason for one in second.missing}["spectrum"] == "looked"
+    answered = first.answered["loss"]
+    assert (answered.settings, answered.text) == ({}, final.text.sha256)
+    assert (answered.made.seed, answered.made.command) == (0, made.command)
+    assert results.load(tmp_path / "results.json")[0] == final
+
+
+def test_an_answer_names_the_settings_that_it_reads(whole: Diagnosis) -> None:
+    assert tuple(whole.answered) == QUESTIONS
+    assert whole.answered["gradient"].settings == {"gradient_tokens": "128"}
+    assert whole.answered["unreachable"].settings == {"seed": "0", "search_seconds": "60.0"}
+    fits = whole.answered["better_head"].settings
+    # Every setting is read by some question, or says how much text there is, or how much memory.
+    every = {name for one in whole.answered.values() for name in one.settings}
+    every |= {"tokens", "window", "memory", "attention_loss_tokens"}
+    assert every == {field.name for field in dataclasses.fields(Settings)}
+    assert fits["heads"] == "mos"
+    assert not {"tokens", "memory", "search_seconds", "gradient_tokens"} & set(fits)
 
 
 def test_earlier_answers_of_the_same_model_and_text_are_kept(
     directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = kept(directory, text, tmp_path, only=["loss", "spectrum"])
+    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss", "spectrum"])
     monkeypatch.setattr(collect, "states", None)  # the states are kept as well
-    second = kept(directory, text, tmp_path, only=["gradient"])
-    assert second.loss == first.loss
-    assert second.spectrum == first.spectrum
+    said: list[str] = []
+    second = run(
+        directory, text=[text], settings=SMALL, out=tmp_path, only=["spectrum", "gradient"], say=said.append
+    )
+    assert (second.loss, second.spectrum) == (first.loss, first.spectrum)
     assert second.gradient is not None
     assert second.seconds["loss"] == first.seconds["loss"]
+    assert second.answered["spectrum"] == first.answered["spectrum"]
     assert {one.question for one in second.missing} == set(QUESTIONS) - set(FAST)
     assert second.findings == first.findings
+    (line,) = said
+    assert line.endswith("on the same model and text: spectrum (--fresh asks anew)")
 
 
-def test_earlier_answers_of_another_text_model_or_size_are_not_kept(
+def test_nothing_is_run_where_everything_is_known(
+    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST)
+    monkeypatch.setattr(collect, "collect", None)
+    assert run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST) == first
+
+
+def test_fresh_asks_anew(directory: Path, text: Path, tmp_path: Path) -> None:
+    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss", "spectrum"])
+    again = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"], fresh=True)
+    assert again.seconds["loss"] != first.seconds["loss"]
+    assert again.seconds["spectrum"] == first.seconds["spectrum"]
+    assert again.loss == first.loss
+
+
+def test_answers_of_other_settings_are_asked_for_again(directory: Path, text: Path, tmp_path: Path) -> None:
+    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST)
+    other = dataclasses.replace(SMALL, gradient_tokens=64)
+    with pytest.raises(
+        FullrankError,
+        match=r"answer to gradient with other settings \(gradient_tokens 128, now 64\), which this run would",
+    ):
+        run(directory, text=[text], settings=other, out=tmp_path, only=["loss"])
+    second = run(directory, text=[text], settings=other, out=tmp_path, only=FAST)
+    assert (second.seconds["loss"], second.loss) == (first.seconds["loss"], first.loss)
+    assert first.gradient is not None
+    assert second.gradient is not None
+    assert second.gradient.tokens < first.gradient.tokens
+    replaced = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"], replace=True)
+    assert replaced.gradient is None
+    assert replaced.seconds["loss"] == first.seconds["loss"]
+
+
+def test_answers_of_another_version_are_asked_for_again(
+    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"])
+    monkeypatch.setattr("fullrank.diagnose.results_file.__version__", "9.9")
+    assert run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"]).seconds != first.seconds
+
+
+def test_results_of_another_text_model_or_size_are_not_replaced_in_silence(
     directory: Path, text: Path, tiny_checkpoint: Build, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text(encoding="utf8")[::-1], encoding="utf8")
     # The text is the same to its end, only less of it is used.
     fewer = dataclasses.replace(SMALL, tokens=960)
-    for name, model, chosen, settings in (
-        ("text", directory, other, SMALL),
-        ("model", tiny_checkpoint("mistral"), text, SMALL),
-        ("size", directory, text, fewer),
+    mistral = tiny_checkpoint("mistral")
+    for words, model, changes in (
+        ("another text, 16 windows of 64 tokens from prose.txt", directory, {"text": [other]}),
+        ("another model, llama", mistral, {}),
+        ("15 windows", directory, {"settings": fewer}),
+        ("this model in float32, not in float64", directory, {"dtype": torch.float64}),
     ):
-        out = tmp_path / name
-        kept(directory, text, out, only=["loss"])
-        second = kept(model, chosen, out, settings=settings, only=["spectrum"])
-        assert second.loss is None, name
+        options: dict[str, Any] = {"text": [text], "settings": SMALL, "out": tmp_path / words[:12]}
+        run(directory, **options, only=["loss"])
+        before = {path: path.read_bytes() for path in options["out"].rglob("*") if path.is_file()}
+        with pytest.raises(FullrankError, match=f"{words}.*choose another --out, or --replace"):
+            run(model, **options | changes, only=["spectrum"])
+        assert {path: path.read_bytes() for path in options["out"].rglob("*") if path.is_file()} == before
+        second = run(model, **options | changes, only=["spectrum"], replace=True)
+        assert second.loss is None, words
         assert second.spectrum is not None
 
 
-def test_results_that_cannot_be_read_are_no_obstacle(directory: Path, text: Path, tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text("{")
-    assert run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"]).loss is not None
+def test_results_that_cannot_be_read_are_not_replaced_in_silence(
+    directory: Path, text: Path, tmp_path: Path
+) -> None:
+    for content in ("{", '{"kind": "diagnosis", "version": 99, "made": {}}'):
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(FullrankError, match="choose another --out"):
+            run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"])
+        options: dict[str, Any] = {"settings": SMALL, "out": tmp_path, "only": ["loss"], "replace": True}
+        assert run(directory, text=[text], **options).loss is not None
 
 
 # What goes wrong
@@ -311,10 +404,10 @@ def test_an_interruption_keeps_what_is_finished(
 def test_an_interruption_does_not_lose_earlier_answers(
     directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = kept(directory, text, tmp_path, only=["loss", "spectrum"])
+    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss", "spectrum"])
     patch_question(monkeypatch, "loss", KeyboardInterrupt())
     with pytest.raises(Interrupted) as caught:
-        run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST)
+        run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST, fresh=True)
     record = caught.value.record
     assert (record.loss, record.spectrum) == (first.loss, first.spectrum)
     assert record.seconds == first.seconds
@@ -374,6 +467,46 @@ def test_a_loaded_model_stays_usable(directory: Path, text: Path, whole: Diagnos
     assert found.better_head == whole.better_head
     generated = loaded.model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert generated.shape == (1, 43)
+
+
+def test_a_model_in_memory(directory: Path, text: Path, whole: Diagnosis) -> None:
+    loaded = load(directory)
+    model = loaded.model.train().requires_grad_(True)
+    model.lm_head.eval()
+    options: dict[str, Any] = {"text": [text], "settings": SMALL}
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    found = run(model, tokenizer=loaded.tokenizer, **options, only=["loss", "better_head", "spectrum"])
+    assert (found.loss, found.spectrum) == (whole.loss, whole.spectrum)
+    assert found.better_head == whole.better_head
+    assert found.model.source == "object"
+    # The caller goes on with it as it was.
+    assert model.training
+    assert not model.lm_head.training
+    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(FullrankError, match=r"in memory \(LlamaForCausalLM\) needs its tokenizer"):
+        run(model, **options)
+    with pytest.raises(FullrankError, match="leave it out"):
+        run(directory, tokenizer=loaded.tokenizer, **options)
+    with pytest.raises(FullrankError, match="got a dict, expected a transformers PreTrainedModel"):
+        run({}, tokenizer=loaded.tokenizer, **options)
+
+
+@pytest.mark.parametrize("where", [{"": "disk"}, {"model": "cpu", "lm_head": "disk"}], ids=["all", "matrix"])
+def test_a_model_that_is_offloaded(
+    where: dict[str, str], directory: Path, text: Path, whole: Diagnosis
+) -> None:
+    asked: dict[str, Any] = {"text": [text], "settings": SMALL, "only": [*FAST, "logprob_rank", "anisotropy"]}
+    found = run(directory, device_map=where, **asked)
+    for name in asked["only"]:
+        assert getattr(found, name) == getattr(whole, name), name
+    assert found.model == whole.model
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(directory, device_map=where, dtype=torch.float32)
+    assert any(weight.is_meta for weight in model.parameters())
+    tokenizer = load(directory).tokenizer
+    assert run(model, tokenizer=tokenizer, **asked).loss == whole.loss
 
 
 def test_the_body_is_let_go_before_the_questions(
@@ -452,9 +585,62 @@ def test_the_function_is_not_hidden_by_a_module() -> None:
     assert fullrank.diagnose.run is run
 
 
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator held at once during `work`, beyond what it held before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        kept = work()
+    events = seen.profiler.kineto_results.events()
+    steps = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+    held = peak = 0
+    for _, _, size in steps:
+        held += size
+        peak = max(peak, held)
+    del kept
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("question", "biased"), [*((name, False) for name in QUESTIONS), ("logprob_rank", True)]
+)
+def test_a_question_takes_no_more_memory_than_it_says(question: str, biased: bool, whole: Diagnosis) -> None:
+    """And that is within --memory, or it is not asked."""
+    V, D, N = 8192, 64, 1024
+    generator = torch.Generator().manual_seed(0)
+    output = OutputLayer(
+        weight=torch.randn(V, D, generator=generator) / 8,
+        bias=torch.randn(V, generator=generator) if biased else None,
+        tokens=V,
+    )
+    facts = dataclasses.replace(whole.model, width=D, vocabulary=V, tokens=V, bias=biased)
+    window = torch.arange(N) // 64
+    sampled = torch.randn(4, 512, D, generator=generator)
+    places = torch.arange(512)
+    states = collect.States(
+        hidden=torch.randn(N, D, generator=generator), targets=torch.randint(V, (N,), generator=generator),
+        sizes=torch.ones(N), positions=torch.arange(N) % 64, blocks=window, windows=window, layers=sampled,
+        layer_names=("embedding", "block 1", "block 2", "output"), layer_positions=places % 63 + 1,
+        layer_blocks=places // 63,
+    )  # fmt: skip
+    build = anatomy.Anatomy(output=output, facts=facts, states_rank=D, blocks=())
+    # The search has a buffer that does not shrink with what it may take.
+    memory = 640 << 20 if question == "unreachable" else 64 << 20
+    settings = dataclasses.replace(SMALL, memory=memory, epochs=1, search_seconds=2.0)
+    answers = Answers(build, states, settings, str)
+    answers.check_memory(question)
+    peak = peak_bytes(lambda: getattr(answers, question)(lambda label, share: None))
+    assert peak <= answers.needs(question) <= memory - answers.held
+
+
 def test_a_search_that_would_not_fit_is_left_out_with_its_price(directory: Path, text: Path) -> None:
-    tight = dataclasses.replace(SMALL, tokens=256, memory=190_000)
+    tight = dataclasses.replace(SMALL, tokens=256, memory=600_000)
     found = run(directory, text=[text], settings=tight, only=["spectrum", "unreachable"])
     reasons = {one.question: one.reason for one in found.missing}
     assert found.spectrum is not None
     assert "more than --memory" in reasons["unreachable"]
+
+
+def test_the_usual_memory_grows_with_the_output_matrix(whole: Diagnosis) -> None:
+    usual = (2 << 30) + 6 * 4 * 300 * 32
+    assert whole.answered["anisotropy"].settings["memory"] == str(usual)

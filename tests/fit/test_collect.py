@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fullrank.errors import FullrankError
+from fullrank.fit import batch_size
 from fullrank.fit import collect as collect_module
 from fullrank.fit.collect import States, Windows, collect, tokenise
 from fullrank.fit.estimates import BLOCK
@@ -276,6 +277,90 @@ def test_the_models_own_limit_bounds_the_window(tiny_tokenizer: Any, with_bos: A
     for tokenizer in (tiny_tokenizer, with_bos):
         found = tokenise(tokenizer, [text], tokens=640, window=64, longest=24)
         assert found.ids.shape[1] == 24
+
+
+def test_the_begin_token_can_be_asked_for_or_left_out(tiny_tokenizer: Any, with_bos: Any, text: Path) -> None:
+    options: dict[str, Any] = {"tokens": 640, "window": 64, "longest": None}
+    assert not tokenise(with_bos, [text], **options, bos=False).starts_with_bos
+    named = copy.deepcopy(tiny_tokenizer)
+    named.bos_token = "<|endoftext|>"
+    assert not tokenise(named, [text], **options).starts_with_bos
+    found = tokenise(named, [text], **options, bos=True)
+    assert (found.ids[:, 0] == 0).all()
+    assert torch.equal(found.ids, tokenise(with_bos, [text], **options).ids)
+    named.bos_token = None
+    with pytest.raises(FullrankError, match="no begin token: leave out --bos yes"):
+        tokenise(named, [text], **options, bos=True)
+
+
+# How many windows at once
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5, 64])
+def test_any_number_of_windows_at_once_gives_the_same_files(
+    batch: int, llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    loaded, anatomy = llama
+    usual = collect(loaded.model, anatomy, windows, tmp_path / "usual", memory=MEMORY)
+    calls = Calls(monkeypatch)
+    found = collect(loaded.model, anatomy, windows, tmp_path / "other", memory=MEMORY, batch=batch)
+    assert calls.count == -(-len(windows.ids) // batch)
+    torch.testing.assert_close(found.hidden, usual.hidden, rtol=1e-5, atol=1e-6)
+    names = [{path.relative_to(tmp_path / one) for path in (tmp_path / one).rglob("*.safetensors")}
+             for one in ("usual", "other")]  # fmt: skip
+    assert names[0] == names[1]
+    assert len(names[0]) == 3
+    # A second run believes them, however many windows it would have run at once.
+    again = collect(loaded.model, anatomy, windows, tmp_path / "other", memory=MEMORY, batch=2)
+    assert calls.count == -(-len(windows.ids) // batch)
+    assert same(again, found)
+
+
+def test_a_device_without_memory_gets_half_as_many(
+    llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, anatomy = llama
+    usual = collect(loaded.model, anatomy, windows, tmp_path / "usual", memory=MEMORY, batch=2)
+    plain, sizes, said = collect_module.states, [], []
+
+    def tight(model: Any, ids: Tensor) -> Tensor:
+        sizes.append(len(ids))
+        if len(ids) > room:
+            raise torch.OutOfMemoryError("a page of statistics")
+        return plain(model, ids)
+
+    monkeypatch.setattr(collect_module, "states", tight)
+    room = 2
+    options: dict[str, Any] = {"memory": MEMORY, "batch": 8, "say": said.append}
+    found = collect(loaded.model, anatomy, windows, tmp_path / "tight", **options)
+    assert sizes == [8, 4, 2, 2, 2, 2, 2]
+    assert same(found, usual)
+    assert said == [f"out of memory: running the model on {size} windows at once" for size in (4, 2)]
+    room = 0
+    with pytest.raises(FullrankError, match="no memory for a single window: take a shorter --window"):
+        collect(loaded.model, anatomy, windows, tmp_path / "none", **options)
+
+
+def test_windows_at_once_by_what_fits(llama: tuple[Loaded, Anatomy]) -> None:
+    model = llama[0].model
+    one = 4 * 64 * (8 * model.config.hidden_size + 3 * model.config.intermediate_size)
+    for memory, expected in ((4 * one - 4, 1), (4 * 2 * one, 2), (4 * 100 * one, 4), (0, 1)):
+        assert batch_size.chosen(model, 64, memory) == expected
+    assert batch_size.chosen(model, 64, 0, 9) == 9
+
+
+def test_windows_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large:
+        device, dtype = torch.device("cuda:1"), torch.bfloat16
+
+        class config:
+            hidden_size, intermediate_size = 4096, 14336
+
+    one = 2 * 512 * (8 * 4096 + 3 * 14336)
+    for free, expected in ((2 * 7 * one + 1, 7), (10**12, 64), (one, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        assert batch_size.chosen(Large(), 512, 1) == expected
 
 
 # Windows to states

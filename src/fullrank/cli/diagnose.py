@@ -11,26 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from fullrank.cli.progress import Bar, device_name, device_of
+from fullrank.cli.progress import Bar, device_of, stops_at_sigterm
 from fullrank.errors import FullrankError
+from fullrank.results.diagnosis import BY_NAME, QUESTIONS
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
 
-    from fullrank.diagnose.diagnosis import Progress, Settings
+    from fullrank.diagnose.diagnosis import Settings
     from fullrank.results import Diagnosis, Estimate
 
-Question = Literal[
-    "loss",
-    "spectrum",
-    "anisotropy",
-    "logprob_rank",
-    "rank_needed",
-    "better_head",
-    "unreachable",
-    "gradient",
-    "attention",
-]
+    Question = str
+else:
+    # The command line takes the questions that a record has a field for.
+    Question = tyro.extras.literal_type_from_choices((*QUESTIONS, *BY_NAME))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +42,12 @@ class Diagnose:
     over; FILE#FIELD names the field of rows. Without any, English text that this Python installation carries,
     or a run's test split."""
     out: Path = Path("runs/diagnose")
-    """Directory for results.json, report.html and the cached states."""
+    """Directory for results.json, report.html and the cached states. Answers that are there already, for the
+    same model, text and settings, are kept."""
+    fresh: bool = False
+    """Ask again what an earlier run has answered."""
+    replace: bool = False
+    """Write over results in --out that are of another model or text."""
     only: tuple[Question, ...] = ()
     """Answer these questions only; attention, which takes minutes, is answered only if named here."""
     skip: tuple[Question, ...] = ()
@@ -61,7 +61,8 @@ class Diagnose:
     window: int | None = None
     """Tokens a window, the longest context; 512 by default."""
     memory: float | None = None
-    """GiB that states and buffers may take beside the model; 2 by default."""
+    """GiB that states, buffers and copies of the output matrix may take, beside the model and one copy of its
+    output matrix in float32; 2 and six copies by default."""
     components: int | None = None
     """Components of the mixtures; by default 2 to 4, as the split of the rows says."""
     seeds: int | None = None
@@ -70,10 +71,17 @@ class Diagnose:
     """Time for the search for unreachable tokens; 25 by default, 8 with --quick."""
     seed: int = 0
     """Seed of everything random."""
+    bos: Literal["auto", "yes", "no"] = "auto"
+    """Whether every window begins with the begin token; auto is what the tokenizer does with a text."""
     device: str = "auto"
-    """cpu, cuda, mps, or auto: cuda where there is one."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What the model runs in; half precision has made small models look broken."""
+    """cpu, cuda, cuda:1, mps, or auto: cuda where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What the body runs in; auto is bfloat16 on a GPU that has it and float32 elsewhere. The output layer is
+    always measured in float32."""
+    device_map: Literal["auto"] | None = None
+    """auto spreads a model that --device cannot hold over all devices, memory and disk."""
+    batch_size: Literal["auto"] | int = "auto"
+    """Windows that the body runs on at once; auto is what fits."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     allow_pickle: bool = False
@@ -85,30 +93,31 @@ class Diagnose:
 def diagnose(options: Diagnose) -> None:
     from rich.console import Console
 
-    from fullrank import report, results
+    from fullrank import results
     from fullrank.cli import outcome
 
     console = Console()
     settings = _settings(options)
     run = _run(options)
     results.check_writable(options.out)
-    report.check_installed()
 
     from fullrank.diagnose.diagnosis import Interrupted
 
     device = device_of(options.device)
-    made = results.provenance(seed=options.seed, device=device_name(device))
-    try:
-        with Bar(console) as bar:
-            record = _diagnosed(options, run, settings, device, bar.update)
-    except Interrupted as stopped:
-        outcome.write(stopped.record, made, options.out)
-        missing = ", ".join(one.question for one in stopped.record.missing if one.reason == "interrupted")
-        words = f"not answered: {missing}" if missing else "earlier answers were kept"
-        console.print(f"interrupted; {words}", highlight=False, markup=False, soft_wrap=True)
-        outcome.say_where(console, options.out)
-        raise
-    outcome.write(record, made, options.out)
+    with stops_at_sigterm():
+        try:
+            with Bar(console) as bar:
+                record = _diagnosed(options, run, settings, device, bar)
+        except Interrupted as stopped:
+            missing = ", ".join(one.question for one in stopped.record.missing if one.reason == "interrupted")
+            words = f"not answered: {missing}" if missing else "earlier answers were kept"
+            words += "; the same command goes on from here"
+            console.print(f"interrupted; {words}", highlight=False, markup=False, soft_wrap=True)
+            if stopped.record.answered:
+                outcome.write_page(*results.load(options.out / outcome.RESULTS), options.out)
+                outcome.say_where(console, options.out)
+            raise
+        outcome.write_page(*results.load(options.out / outcome.RESULTS), options.out)
     if record.verdict is not None:
         for line in record.verdict.lines:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -137,18 +146,16 @@ def _run(options: Diagnose) -> Path | None:
     return path
 
 
-def _diagnosed(
-    options: Diagnose, run: Path | None, settings: Settings, device: str, progress: Progress
-) -> Diagnosis:
-    import torch
-
+def _diagnosed(options: Diagnose, run: Path | None, settings: Settings, device: str, bar: Bar) -> Diagnosis:
     from fullrank import diagnose
 
     common: dict[str, Any] = {
         "only": options.only, "skip": options.skip, "settings": settings, "out": options.out,
-        "progress": progress,
+        "fresh": options.fresh, "replace": options.replace, "progress": bar.update, "say": bar.say,
+        "batch_size": None if options.batch_size == "auto" else options.batch_size,
+        "bos": {"auto": None, "yes": True, "no": False}[options.bos],
     }  # fmt: skip
-    dtype = getattr(torch, options.dtype)
+    dtype = _dtype(options.dtype, device)
     if run is None:
         return diagnose.run(
             options.model or None,
@@ -158,13 +165,20 @@ def _diagnosed(
             trust_remote_code=options.trust_remote_code,
             device=device,
             dtype=dtype,
+            device_map=options.device_map,
             **common,
         )
     from fullrank.train.loaded import held_out_windows, load_run
 
-    if options.revision is not None:
-        raise FullrankError(f"--revision was given for {run}, a run on this disk: leave it out")
-    progress("loading the run", 0.0)
+    for flag, given in (("--revision", options.revision), ("--device-map", options.device_map)):
+        if given is not None:
+            raise FullrankError(f"{flag} was given for {run}, a run on this disk: leave it out")
+    if options.bos != "auto" and not options.text:
+        raise FullrankError(
+            f"--bos was given for the test split of {run}, whose windows begin after the end of a text: "
+            "leave it out, or give a --text"
+        )
+    bar.update("loading the run", 0.0)
     loaded = load_run(run, device=device, dtype=dtype)
     from fullrank.diagnose.diagnosis import tokens_for
 
@@ -174,16 +188,25 @@ def _diagnosed(
     return diagnose.run(loaded, text=text, **common)
 
 
+def _dtype(name: str, device: str) -> torch.dtype:
+    import torch
+
+    if name != "auto":
+        return getattr(torch, name)
+    has_it = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_it else torch.float32
+
+
 def _settings(options: Diagnose) -> Settings:
     from fullrank.diagnose.diagnosis import QUICK, THOROUGH, USUAL
 
     if options.quick and options.thorough:
         raise FullrankError("--quick and --thorough were both given: leave one out")
-    least = {"tokens": 256, "window": 16, "components": 2, "seeds": 1, "seed": 0}
+    least = {"tokens": 256, "window": 16, "components": 2, "seeds": 1, "seed": 0, "batch_size": 1}
     for name, bound in least.items():
         value = getattr(options, name)
-        if value is not None and value < bound:
-            raise FullrankError(f"--{name} is {value}, expected {bound} or more")
+        if isinstance(value, int) and value < bound:
+            raise FullrankError(f"--{name.replace('_', '-')} is {value}, expected {bound} or more")
     if options.memory is not None and not 0.1 <= options.memory < math.inf:
         raise FullrankError(f"--memory is {options.memory} GiB, expected 0.1 or more")
     if options.search_seconds is not None and not options.search_seconds >= 1:
@@ -203,8 +226,6 @@ def table(record: Diagnosis) -> Table:
     """The answers, a line a question."""
     from rich.table import Table
 
-    from fullrank.results.diagnosis import BY_NAME
-
     drawn = Table(
         title=_plain(
             f"{record.model.name}: width {record.model.width}, vocabulary {record.model.vocabulary:,}, "
@@ -215,12 +236,12 @@ def table(record: Diagnosis) -> Table:
     for header in ("question", "answer"):
         drawn.add_column(header)
     reasons = {one.question: one.reason for one in record.missing}
-    for name, words in _ANSWERS.items():
+    for name in (*QUESTIONS, *BY_NAME):
         answer = getattr(record, name)
         if answer is None and name in BY_NAME and name not in reasons:
             continue
         drawn.add_row(
-            name, words(record) if answer is not None else f"[dim]{_plain(reasons.get(name, ''))}[/]"
+            name, _ANSWERS[name](record) if answer is not None else f"[dim]{_plain(reasons.get(name, ''))}[/]"
         )
     return drawn
 

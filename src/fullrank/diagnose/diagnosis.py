@@ -1,14 +1,15 @@
 """A diagnosis from end to end: load, collect states, answer one question after the other.
 
-Each answer stands by itself: one that fails or is interrupted is listed in `missing` with its reason, and the
-others are kept. Nothing V wide and N long is ever made; `memory` bounds what is.
+Each answer stands by itself. It is on disk, with how it came to be, before the next question is asked
+(`results_file`); one that fails or is interrupted is listed in `missing` with its reason, and the others are
+kept. Nothing V wide and N long is ever made; `memory` bounds what is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,7 @@ from typing import Any
 
 import torch
 
-from fullrank import results
-from fullrank.diagnose import findings, verdict
+from fullrank.diagnose import results_file
 from fullrank.diagnose.attention import question as attention
 from fullrank.diagnose.questions import (
     anisotropy,
@@ -35,19 +35,17 @@ from fullrank.fit import collect, comparison, head_states
 from fullrank.fit import states as states_of
 from fullrank.heads import Head, build
 from fullrank.heads.base import without_matrix
-from fullrank.models import anatomy
+from fullrank.models import anatomy, checks
 from fullrank.models.head_anatomy import has_own_head
-from fullrank.models.loading import Loaded, load
+from fullrank.models.loading import Loaded, from_objects, load
 from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import Softcap
-from fullrank.results.diagnosis import BY_NAME, QUESTIONS, Diagnosis, Missing, TextFacts
+from fullrank.results.diagnosis import BY_NAME, QUESTIONS, Diagnosis, TextFacts
 
 Progress = Callable[[str, float], None]
 
 LEAST_TOKENS = 3072
 """Tokens that a model of any size is run on, where they are not given."""
-NOT_ASKED = "not asked for"
-INTERRUPTED = "interrupted"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,8 +60,9 @@ class Settings:
     """However small the model is."""
     window: int = 512
     """Tokens a window: the longest context."""
-    memory: int = 2 << 30
-    """Bytes that states and buffers may take beside the model."""
+    memory: int = 0
+    """Bytes that states, buffers and copies of the output matrix may take, beside the model and one copy of
+    its output matrix in fp32; 0 is 2 GiB and six copies."""
     heads: tuple[str, ...] = ("mos", "trunk")
     components: int | None = None
     """Components of the mixtures; None: by the split of the rows, `most_components` at most."""
@@ -100,7 +99,6 @@ QUICK = Settings(
 THOROUGH = Settings(
     body_work=1e15,
     most_tokens=1 << 20,
-    memory=16 << 30,
     heads=comparison.candidates(),
     most_components=8,
     seeds=2,
@@ -111,7 +109,7 @@ THOROUGH = Settings(
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C came after some questions were answered; `record` holds them."""
+    """The work was stopped; `record` holds what was answered until then."""
 
     def __init__(self, record: Diagnosis) -> None:
         super().__init__()
@@ -121,104 +119,165 @@ class Interrupted(KeyboardInterrupt):
 def run(
     model: Any = None,
     *,
+    tokenizer: Any = None,
     text: Sequence[Path | str] | collect.Windows = (),
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     settings: Settings = USUAL,
-    out: Path | None = None,
+    out: Path | str | None = None,
+    fresh: bool = False,
+    replace: bool = False,
     revision: str | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    device_map: str | dict[str, Any] | None = None,
+    batch_size: int | None = None,
+    bos: bool | None = None,
     progress: Progress = lambda stage, share: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Diagnosis:
-    """Diagnose a model: a path, a hub name, a .gguf file, a `Loaded`, or the bundled model for None.
+    """Diagnose a model: a path, a hub name, a .gguf file, the bundled model for None, a `Loaded`, or a model
+    of transformers that is in memory, with its `tokenizer`.
 
     `text` are files, or windows of tokens; `only` and `skip` names of questions; attention is asked only
-    where `only` names it. States are kept under `out`, so that a second run finds them; answers that an
-    earlier run left there for the same model and text are kept where they are not asked for again.
+    where `only` names it. `batch_size` is in windows, None by what fits; `bos` says whether windows begin
+    with the begin token, None as the tokenizer has it; `device_map` is accelerate's, for a model that no
+    device can hold.
+
+    With `out`, results.json is there after every answer, and states are kept beside it. Answers that an
+    earlier run left for the same model, text and settings are kept and not asked for again unless `fresh`;
+    results of another model or text are an error unless `replace`. `say` gets a line for what a user should
+    know on the way.
     """
     asked = chosen_questions(only, skip)
+    out = None if out is None else Path(out)
+    earlier = results_file.earlier(out, replace=replace)
     progress("loading the model", 0.0)
-    if isinstance(model, Loaded):
-        loaded = model
-    else:
-        loaded = load(
+    with contextlib.ExitStack() as stack:
+        loaded = _loaded(
             model,
+            tokenizer,
+            stack,
             revision=revision,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
             device=device,
             dtype=dtype,
+            device_map=device_map,
             say=lambda message: progress(message, 0.0),
         )
-    build = anatomy.examine(loaded)
-    windows = (
-        text
-        if isinstance(text, collect.Windows)
-        else collect.tokenise(
-            loaded.tokenizer,
-            [Path(one) for one in text],
-            tokens=tokens_for(settings, build.facts.parameters),
-            window=settings.window,
-            longest=anatomy.longest(loaded.model),
-        )
-    )
-    if has_own_head(loaded.model):
-        return _own(loaded, build, windows, asked, settings, out, progress)
-    with _directory(out) as directory:
-        states = None
-        if set(asked) - set(BY_NAME):
-            states = collect.collect(
-                loaded.model,
-                build,
-                windows,
-                directory,
-                memory=settings.memory,
-                progress=lambda share: progress("running the model", share),
+        build = anatomy.examine(loaded)
+        if not settings.memory:
+            copies = 6 * 4 * build.output.weight.numel()
+            settings = dataclasses.replace(settings, memory=(2 << 30) + copies)
+        where = torch.device(device) if device_map else build.output.weight.device
+        stack.enter_context(_caller_undisturbed(where))
+        if isinstance(text, collect.Windows):
+            windows = text
+        else:
+            windows = collect.tokenise(
+                loaded.tokenizer,
+                [Path(one) for one in text],
+                tokens=tokens_for(settings, build.facts.parameters),
+                window=settings.window,
+                longest=anatomy.longest(loaded.model),
+                bos=bos,
             )
-        tokenizer = loaded.tokenizer
-        watched = (loaded.model, windows.ids) if "attention" in asked else None
-        if not isinstance(model, Loaded):
-            # The body has done its work, and its memory is better used for what follows.
-            build = dataclasses.replace(build, blocks=())
-            del loaded
-        answers = Answers(build, states, settings, lambda token: _name(tokenizer, token), watched)
-        del watched
-        return answer(answers, windows, asked, out, progress)
-
-
-def _own(
-    loaded: Loaded,
-    build: anatomy.Anatomy,
-    windows: collect.Windows,
-    asked: Sequence[str],
-    settings: Settings,
-    out: Path | None,
-    progress: Progress,
-) -> Diagnosis:
-    """The diagnosis of a model that has one of our heads."""
-    from fullrank.diagnose import own_heads
-
-    states = None
-    if set(asked) - set(BY_NAME):
-        states = head_states.collect_states(
-            loaded.model,
-            windows,
-            memory=settings.memory,
-            progress=lambda share: progress("running the model", share),
+        facts = _text_facts(windows)
+        if earlier is not None and out is not None:
+            if not replace:
+                results_file.check_nothing_lost(earlier, build.facts, facts, asked, settings, out)
+            elif results_file.difference(earlier, build.facts, facts):
+                earlier = None
+        file = results_file.ResultsFile(
+            out, build.facts, facts, settings, asked, earlier=earlier, device=checks.device_name(str(where))
         )
-    model: Any = loaded.model
-    answers = own_heads.answers_of(model.lm_head)(
-        build,
-        states,
-        settings,
-        lambda token: _name(loaded.tokenizer, token),
-        (model, windows.ids) if "attention" in asked else None,
-        head=model.lm_head,
-    )
-    return answer(answers, windows, asked, out, progress)
+        ask = [name for name in asked if fresh or name not in file.found]
+        if len(ask) < len(asked):
+            held = ", ".join(name for name in asked if name not in ask)
+            say(f"kept from an earlier run on the same model and text: {held} (--fresh asks anew)")
+        name = functools.partial(_name, loaded.tokenizer)
+        if windows.starts_with_bos and ask:
+            whose = ", as the tokenizer has it (--bos no leaves it out)" if windows is not text else ""
+            say(f"every window begins with {name(int(windows.ids[0, 0]))}{whose if bos is None else ''}")
+        own = has_own_head(loaded.model)
+        states: Any = None
+        if set(ask) - set(BY_NAME):
+            options: dict[str, Any] = {
+                "memory": settings.memory, "batch": batch_size, "say": say,
+                "progress": functools.partial(progress, "running the model"),
+            }  # fmt: skip
+            if own:
+                states = head_states.collect_states(loaded.model, windows, **options)
+            else:
+                directory = stack.enter_context(_directory(out))
+                states = collect.collect(loaded.model, build, windows, directory, **options)
+        watched = (loaded.model, windows.ids) if "attention" in ask else None
+        if own:
+            from fullrank.diagnose import own_heads
+
+            head: Any = loaded.model.lm_head
+            answers: Answers = own_heads.answers_of(head)(build, states, settings, name, watched, head=head)
+        else:
+            if model is None or isinstance(model, str | Path):
+                # The body has done its work, and its memory is better used for what follows.
+                build = dataclasses.replace(build, blocks=())
+                del loaded
+            if device_map and watched is None:
+                build = _on(build, where)
+            answers = Answers(build, states, settings, name, watched)
+        del watched
+        return answer(answers, ask, file, progress)
+
+
+def _loaded(model: Any, tokenizer: Any, stack: contextlib.ExitStack, **options: Any) -> Loaded:
+    in_memory = not (model is None or isinstance(model, str | Path | Loaded))
+    if in_memory == (tokenizer is None):
+        raise FullrankError(
+            f"a model in memory ({type(model).__name__}) needs its tokenizer: pass tokenizer="
+            if in_memory
+            else "tokenizer= was given, which goes with a model in memory: leave it out"
+        )
+    if isinstance(model, Loaded):
+        return model
+    if not in_memory:
+        return load(model, **options)
+    stack.enter_context(_modes_kept(model))
+    return from_objects(model, tokenizer)
+
+
+@contextlib.contextmanager
+def _modes_kept(model: Any) -> Iterator[None]:
+    """A model that someone trains is in training mode again afterwards."""
+    modes = {part: part.training for part in model.modules()} if isinstance(model, torch.nn.Module) else {}
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+@contextlib.contextmanager
+def _caller_undisturbed(device: torch.device) -> Iterator[None]:
+    """Random numbers go on as they were; and kernels start on the device of what they are given."""
+    on_gpu = device.type == "cuda"
+    with (
+        torch.random.fork_rng(devices=[device] if on_gpu else []),
+        torch.cuda.device(device) if on_gpu else contextlib.nullcontext(),
+    ):
+        yield
+
+
+def _on(build: anatomy.Anatomy, device: torch.device) -> anatomy.Anatomy:
+    """The output layer on a device, if it has room: a matrix that was offloaded is there no longer."""
+    torch.cuda.empty_cache()
+    output = build.output
+    with contextlib.suppress(torch.OutOfMemoryError):
+        bias = None if output.bias is None else output.bias.to(device)
+        output = dataclasses.replace(output, weight=output.weight.to(device), bias=bias)
+    return dataclasses.replace(build, output=output)
 
 
 def chosen_questions(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
@@ -254,14 +313,52 @@ class Answers:
         """`states` is None where only questions by name are asked; `watched` is a model and its windows."""
         self.build, self.settings, self.name, self.watched = build, settings, name, watched
         self.output = build.output
-        # A quarter of the memory for one V-wide buffer: there are up to three, and the states.
-        self.limit = settings.memory // 4
         self._ready: tuple[Head, states_of.Parts] | None = None
+        self.held = 0
         if states is not None:
             self.states = states
             device = self.output.weight.device
             self.hidden = states.hidden.to(device)
             self.targets = states.targets.to(device)
+            self.held = 4 * (states.hidden.numel() + states.layers.numel())
+        # A quarter of what is left for one V-wide buffer: there may be two, and what a question holds itself.
+        self.limit = max(1, settings.memory - self.held) // 4
+
+    def needs(self, question: str) -> int:
+        """Bytes that a question takes at most, beside the model, one copy of W in fp32, and the states."""
+        V, D = self.output.weight.shape
+        N, sampled = (0, 0) if not self.held else (len(self.hidden), len(self.states.layer_positions))
+        # Slices of W in fp64, and their Gram matrix with its vectors.
+        slices = 32 * min(V, 8192) * D + 64 * D * D
+        biased = 4 * V * (D + 1) if self.output.bias is not None else 0
+        match question:
+            case "loss":
+                return self.limit * 5 // 4
+            case "spectrum":
+                return slices
+            case "anisotropy":
+                return 40 * sampled * D
+            case "logprob_rank":
+                return slices + 32 * N * D + 3 * biased
+            case "gradient":
+                return slices + 2 * self.limit
+            case "rank_needed" | "better_head":
+                # W for scaled states, rows of it that are not trained, a copy with those that are, an inner
+                # factor; the states in three parts, scaled.
+                return 16 * V * D + 12 * N * D + self.limit * 3 // 2
+            case "unreachable":
+                # W and its standard coordinates in fp64, and a copy in fp32 for the search.
+                return 24 * V * D + 16 * min(V * V, 1 << 25)
+        return 0
+
+    def check_memory(self, question: str) -> None:
+        """Raise where an answer would take more memory than it may."""
+        needed = self.held + self.needs(question)
+        if needed > self.settings.memory:
+            raise FullrankError(
+                f"states and buffers of this question take {needed / 2**30:.1f} GiB, more than --memory "
+                f"{self.settings.memory / 2**30:.1f} GiB: allow more"
+            )
 
     def ready(self) -> tuple[Head, states_of.Parts]:
         """The output layer as a head, and the states in three parts."""
@@ -281,7 +378,7 @@ class Answers:
         """What fits may take."""
         settings = self.settings
         return comparison.Settings(
-            memory=settings.memory, seeds=settings.seeds, work=settings.fit_work, seed=settings.seed
+            memory=4 * self.limit, seeds=settings.seeds, work=settings.fit_work, seed=settings.seed
         )
 
     def loss(self, progress: Progress) -> object:
@@ -338,13 +435,6 @@ class Answers:
         )
 
     def unreachable(self, progress: Progress) -> object:
-        # W and its standard coordinates in fp64, and a copy in fp32 for the search.
-        needed = 20 * self.output.weight.numel()
-        if needed > self.settings.memory:
-            raise FullrankError(
-                f"the search needs {needed / 2**30:.1f} GiB for a matrix of this size, more than --memory "
-                f"{self.settings.memory / 2**30:.1f} GiB: allow more"
-            )
         return unreachable.unreachable(
             self.output,
             self.name,
@@ -401,117 +491,52 @@ def tokens_for(settings: Settings, parameters: int) -> int:
 
 def answer(
     answers: Answers,
-    windows: collect.Windows,
-    asked: Sequence[str],
-    out: Path | None = None,
+    ask: Sequence[str],
+    file: results_file.ResultsFile,
     progress: Progress = lambda stage, share: None,
 ) -> Diagnosis:
-    """Ask the questions one after the other; answers that an earlier run left in `out` are kept."""
-    earlier = _earlier(out, answers.build, windows)
-    found: dict[str, Any] = {}
-    missing: dict[str, str] = {}
-    seconds: dict[str, float] = {}
-
-    def keep(name: str, reason: str) -> None:
-        """Better the earlier answer to a question than none."""
-        answer = getattr(earlier, name, None)
-        if earlier is not None and answer is not None:
-            found[name], seconds[name] = answer, earlier.seconds.get(name, math.nan)
-        else:
-            missing[name] = reason
-
-    for name in (*QUESTIONS, *BY_NAME):
-        if name not in asked:
-            keep(name, NOT_ASKED)
-    for name in BY_NAME:
-        # Nobody misses what is answered by name only.
-        missing.pop(name, None)
-    stopped = False
-    for name in asked:
-        if stopped:
-            break
+    """Ask the questions one after the other; each answer is in the file before the next is asked for."""
+    for name in ask:
         started = time.monotonic()
 
         def report(label: str, share: float, name: str = name) -> None:
             progress(f"{name}: {label}" if label else name, share)
 
+        # An answer is the same whatever was asked, or drawn by the caller, before it.
+        torch.manual_seed(answers.settings.seed)
         try:
             progress(name, 0.0)
-            found[name] = getattr(answers, name)(report)
-            seconds[name] = time.monotonic() - started
+            answers.check_memory(name)
+            file.add(name, getattr(answers, name)(report), time.monotonic() - started)
             progress(name, 1.0)
         except KeyboardInterrupt:
-            stopped = True
+            file.save()
+            raise Interrupted(file.record()) from None
         except (FullrankError, torch.OutOfMemoryError, MemoryError, torch.linalg.LinAlgError) as error:
-            missing[name] = str(error).split("\n")[0] or type(error).__name__
-    for name in asked:
-        if name not in found and name not in missing:
-            keep(name, INTERRUPTED)
-    record = _record(answers, windows, found, missing, seconds)
-    if stopped:
-        raise Interrupted(record)
-    if set(asked) <= set(BY_NAME) and not found:
+            file.fail(name, str(error).split("\n")[0] or type(error).__name__)
+    if set(ask) <= set(BY_NAME) and ask and not file.found:
         # Nothing else was asked, and nothing is known: a page without any answer would help nobody.
-        raise FullrankError(missing[asked[0]])
-    return record
+        raise FullrankError(file.failed[ask[0]])
+    file.save()
+    return file.record()
 
 
-def _record(
-    answers: Answers,
-    windows: collect.Windows,
-    found: dict[str, Any],
-    missing: dict[str, str],
-    seconds: dict[str, float],
-) -> Diagnosis:
+def _text_facts(windows: collect.Windows) -> TextFacts:
     count, length = windows.ids.shape
-    # Without states the tokens are those of a transformers model: all of a window but its first.
     numbers = torch.arange(count).repeat_interleave(length - 1)
-    if hasattr(answers, "states"):
-        numbers = answers.states.windows
-    length = int((numbers == 0).sum())
-    parts = [len(range(*part.indices(count))) * length for part in states_of.thirds(count)]
-    text = TextFacts(
+    parts = [len(range(*part.indices(count))) * (length - 1) for part in states_of.thirds(count)]
+    return TextFacts(
         sources=windows.sources,
         sha256=windows.sha256,
         bytes=int(windows.sizes.sum()),
         tokens=len(numbers),
-        window=windows.ids.shape[1],
-        windows=windows.ids.shape[0],
+        window=length,
+        windows=count,
         starts_with_bos=windows.starts_with_bos,
         fit_tokens=parts[0],
         choose_tokens=parts[1],
         held_out_tokens=parts[2],
     )
-    known = (*QUESTIONS, *BY_NAME)
-    record = Diagnosis(
-        model=answers.build.facts,
-        text=text,
-        findings=(),
-        missing=tuple(Missing(question=name, reason=missing[name]) for name in known if name in missing),
-        seconds={name: seconds[name] for name in known if name in seconds},
-        **{name: found.get(name) for name in known},
-    )
-    record = dataclasses.replace(record, findings=findings.findings(record))
-    return dataclasses.replace(record, verdict=verdict.verdict(record))
-
-
-def _earlier(out: Path | None, build: anatomy.Anatomy, windows: collect.Windows) -> Diagnosis | None:
-    """The answers that a run on the same model and text has left, if any."""
-    if out is None or not (out / "results.json").is_file():
-        return None
-    try:
-        record, _ = results.load(out / "results.json")
-    except FullrankError:
-        return None
-    same = (
-        isinstance(record, Diagnosis)
-        and record.model.fingerprint == build.facts.fingerprint
-        and record.model.dtype == build.facts.dtype
-        and record.text.sha256 == windows.sha256
-        and record.text.windows == windows.ids.shape[0]
-        and record.text.window == windows.ids.shape[1]
-    )
-    return record if same else None
 
 
 @contextlib.contextmanager

@@ -1,16 +1,16 @@
 """Stream states out of a model, once: text to windows, windows to states, states to files for the next run.
 
 A window is `window` tokens that see each other and nothing else. Its tokens but the first are predicted;
-where the tokenizer begins texts with a beginning-of-text token, every window begins with it. Windows come
+where the tokenizer begins texts with a begin token, so does every window (`bos` overrules it). Windows come
 from all over the text (`text.sample`) and are mixed, so that parts to fit on and to judge on are alike. Kept
 are
 
     hidden [N, D]        what enters the output matrix, for every predicted token
     layers [L, n, D]     every layer's states at a sample of positions, for the geometry
 
-in one file a batch of windows, written under another name and renamed when whole. So memory holds one batch
-beside the result, a killed run leaves only whole files, and the next run with the same model, text and
-options goes on where it stopped.
+in one file for every few windows, written under another name and renamed when whole. So memory holds one
+batch beside the result, a killed run leaves only whole files, and the next run with the same model, text and
+options goes on where it stopped, however many windows it runs at once (`batch_size`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.fit import shards
+from fullrank.fit import batch_size, shards
 from fullrank.fit.estimates import BLOCK
-from fullrank.models.anatomy import Anatomy, states, watched
+from fullrank.models.anatomy import Anatomy, input_device, states, watched
 from fullrank.models.model_files import first_line
 from fullrank.text import sample
 from fullrank.text.standard_library import standard_library
@@ -45,6 +45,7 @@ CHARACTERS_PER_TOKEN = 8
 MOST_PER_TOKEN = 64
 LAYER_STATES = 2048
 """States a layer that are kept for the geometry, at most."""
+WINDOWS_A_FILE = 4
 FORMAT = 1
 """Of the cached files; raised when their meaning changes."""
 KEY_LENGTH = 24
@@ -97,20 +98,22 @@ def tokenise(
     window: int,
     longest: int | None,
     in_order: bool = False,
+    bos: bool | None = None,
 ) -> Windows:
     """As many windows as `tokens` fill, from all over the files or from the default text.
 
     A text of fewer than three windows gets shorter ones; `longest` is the model's own limit. The windows are
     mixed, so that any part of them is of all sources; `in_order` takes the beginning of the text as it
-    stands, for what remembers it.
+    stands, for what remembers it. `bos` says whether windows begin with the begin token; None leaves that to
+    the tokenizer.
     """
     if tokens < LEAST_TOKENS:
         raise FullrankError(f"{tokens} tokens were asked for, expected {LEAST_TOKENS} or more")
     window = min(window, longest or window)
     if window < 8:
         raise FullrankError(f"windows of {window} tokens were asked for, expected 8 or more")
-    bos = begin_token(tokenizer)
-    own, chat = window - (bos is not None), template_of(tokenizer)
+    begin = begin_token(tokenizer, bos)
+    own, chat = window - (begin is not None), template_of(tokenizer)
     wanted, each = max(LEAST_WINDOWS, tokens // own), CHARACTERS_PER_TOKEN
     while True:
         if not files:
@@ -140,8 +143,8 @@ def tokenise(
         own = max(8, used // SHORT_TEXT_WINDOWS)
     cut = _cut(encoded, own, used // own, mixed=bool(files) and not in_order)
     chosen, sizes = torch.stack([one.ids for one in cut]), torch.stack([one.sizes for one in cut])
-    if bos is not None:
-        chosen = torch.cat([torch.full((len(cut), 1), bos), chosen], dim=1)
+    if begin is not None:
+        chosen = torch.cat([torch.full((len(cut), 1), begin), chosen], dim=1)
     else:
         sizes = sizes[:, 1:]
     return Windows(
@@ -149,7 +152,7 @@ def tokenise(
         sizes=sizes.clamp(min=0),
         sources=found.sources,
         sha256=hashlib.sha256(b"\0".join(one.text for one in cut)).hexdigest(),
-        starts_with_bos=bos is not None,
+        starts_with_bos=begin is not None,
     )
 
 
@@ -237,8 +240,14 @@ def _byte_offsets(joined: str) -> Sequence[int]:
     return offsets
 
 
-def begin_token(tokenizer: Any) -> int | None:
-    """The token that the tokenizer puts before every text, or says that it should."""
+def begin_token(tokenizer: Any, wanted: bool | None = None) -> int | None:
+    """The token that the tokenizer puts before every text, or says that it should; `wanted` overrules it."""
+    if wanted is False:
+        return None
+    if wanted and tokenizer.bos_token_id is None:
+        raise FullrankError("the tokenizer has no begin token: leave out --bos yes")
+    if wanted:
+        return tokenizer.bos_token_id
     if getattr(tokenizer, "add_bos_token", None) is True and tokenizer.bos_token_id is not None:
         # One that was converted from another format may have lost the rule and kept the word.
         return tokenizer.bos_token_id
@@ -263,27 +272,18 @@ def collect(
     directory: Path,
     *,
     memory: int,
-    batch: int = 4,
+    batch: int | None = None,
     progress: Callable[[float], None] = lambda share: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> States:
-    """Run the model over the windows, or read what an earlier run has kept in `directory`."""
+    """Run the model over the windows, `batch` at once, or read what an earlier run kept in `directory`."""
     ids = windows.ids
-    largest = int(ids.max())
-    if largest >= anatomy.output.vocabulary:
-        raise FullrankError(
-            f"the text has token {largest}, but the output matrix has {anatomy.output.vocabulary} rows: the "
-            "tokenizer belongs to another model"
-        )
+    check_vocabulary(ids, anatomy.output.vocabulary)
     count, length = ids.shape
     D, layers = anatomy.output.width, len(anatomy.blocks) + 2 if anatomy.blocks else 1
     body = _body_width(model, D)
     each = _sample_size(count, length, layers, body, memory)
-    needed = 4 * (count * (length - 1) * D + layers * count * each * body)
-    if needed > memory:
-        raise FullrankError(
-            f"states of {count * length} tokens take {needed / 2**30:.1f} GiB, more than --memory "
-            f"{memory / 2**30:.1f} GiB: take fewer --tokens or allow more"
-        )
+    check_memory(count * length, 4 * (count * (length - 1) * D + layers * count * each * body), memory)
     where = directory / _key(anatomy, windows, each)
     _only(directory, where)
     generator = torch.Generator().manual_seed(0)
@@ -294,20 +294,35 @@ def collect(
     same = body == D
     hidden = torch.empty(count, length - 1, D)
     sampled = torch.empty(layers if same else layers - 1, count, each, body)
-    for start in range(0, count, batch):
-        part = slice(start, start + batch)
-        file = where / f"{start:06d}.safetensors"
-        shapes = {
-            "hidden": (len(ids[part]), length - 1, D),
-            "layers": (layers - 1, len(ids[part]), each, body),
-        }
-        found = shards.read(file, shapes)
+    files = {}
+    for start in range(0, count, WINDOWS_A_FILE):
+        file, part = where / f"{start:06d}.safetensors", slice(start, min(start + WINDOWS_A_FILE, count))
+        inside = part.stop - part.start
+        found = shards.read(
+            file, {"hidden": (inside, length - 1, D), "layers": (layers - 1, inside, each, body)}
+        )
         if found is None:
-            found = _run(model, anatomy, ids[part], places[part], shapes)
-            shards.write(file, found, "--out")
-        hidden[part] = found["hidden"]
-        sampled[: layers - 1, part] = found["layers"]
-        progress(min(1.0, (start + batch) / count))
+            files[part.stop] = file, part
+        else:
+            hidden[part], sampled[: layers - 1, part] = found["hidden"], found["layers"]
+    missing = torch.tensor(
+        [number for _, part in files.values() for number in range(part.start, part.stop)], dtype=torch.int64
+    )
+
+    def run(part: slice) -> dict[str, Tensor]:
+        chosen = missing[part]
+        return _run(model, anatomy, ids[chosen], places[chosen], (layers - 1, len(chosen), each, body))
+
+    for part, found in batch_size.over(
+        len(missing), batch_size.chosen(model, length, memory, batch), run, say
+    ):
+        hidden[missing[part]], sampled[: layers - 1, missing[part]] = found["hidden"], found["layers"]
+        last = int(missing[part.stop - 1]) + 1
+        for end in [end for end in files if end <= last]:
+            file, whole = files.pop(end)
+            content = {"hidden": hidden[whole], "layers": sampled[: layers - 1, whole].contiguous()}
+            shards.write(file, content, "--out")
+        progress((count - len(missing) + part.stop) / count)
     if same:
         sampled[-1] = hidden.gather(1, places[..., None].expand(-1, -1, D))
     number = torch.arange(count)[:, None].expand(count, length - 1)
@@ -343,7 +358,7 @@ def _body_width(model: Any, width: int) -> int:
 
 @torch.no_grad()
 def _run(
-    model: Any, anatomy: Anatomy, ids: Tensor, places: Tensor, shapes: dict[str, tuple[int, ...]]
+    model: Any, anatomy: Anatomy, ids: Tensor, places: Tensor, shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
     rows = torch.arange(len(ids))[:, None]
     caught: dict[int, Tensor] = {}
@@ -352,17 +367,41 @@ def _run(
         caught[layer] = value.reshape(*ids.shape, -1)[rows, places].float().cpu()
 
     with watched(anatomy.blocks, take):
-        found = states(model, ids.to(model.device))[:, :-1].float().cpu()
-    if not found.isfinite().all():
+        found = states(model, ids.to(input_device(model)))[:, :-1].float().cpu()
+    check_finite(model, found)
+    inner = torch.zeros(shape)
+    for layer, value in caught.items():
+        if value.shape == inner.shape[1:]:
+            inner[layer] = value
+    return {"hidden": found, "layers": inner}
+
+
+def check_finite(model: Any, *found: Tensor) -> None:
+    """Raise for states that are no numbers."""
+    if not all(bool(one.isfinite().all()) for one in found):
         raise FullrankError(
             f"the model's states hold NaN or infinity in {model.dtype}: run it with --dtype float32, or "
             "check its weights"
         )
-    inner = torch.zeros(shapes["layers"])
-    for layer, value in caught.items():
-        if value.shape == inner.shape[1:]:
-            inner[layer] = value
-    return {"hidden": found.contiguous(), "layers": inner}
+
+
+def check_vocabulary(ids: Tensor, rows: int) -> None:
+    """Raise for tokens that the output matrix, of so many rows, does not have."""
+    largest = int(ids.max())
+    if largest >= rows:
+        raise FullrankError(
+            f"the text has token {largest}, but the output matrix has {rows} rows: the tokenizer belongs to "
+            "another model"
+        )
+
+
+def check_memory(tokens: int, needed: int, memory: int) -> None:
+    """Raise for states that take more bytes than they may: a quarter is for the body while it runs."""
+    if needed > memory * 3 // 4:
+        raise FullrankError(
+            f"states of {tokens} tokens take {needed / 2**30:.1f} GiB, more than three quarters of --memory "
+            f"{memory / 2**30:.1f} GiB: take fewer --tokens or allow more"
+        )
 
 
 def _key(anatomy: Anatomy, windows: Windows, each: int) -> str:

@@ -14,14 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fullrank.errors import FullrankError
-from fullrank.fit import collect
+from fullrank.fit import batch_size, collect
 from fullrank.fit.estimates import BLOCK
 from fullrank.models.head_anatomy import one_row, rows
 from fullrank.models.loading import quiet
 
-BATCH = 4
-"""Windows at once."""
 OUTPUT = "output"
 """The name of the rows among the layers, where they are not the last layer's states."""
 
@@ -50,15 +47,13 @@ def collect_states(
     windows: collect.Windows,
     *,
     memory: int,
+    batch: int | None = None,
     progress: Callable[[float], None] = lambda share: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> HeadStates:
-    """Run the model over the windows."""
+    """Run the model over the windows, `batch` at once."""
     head, ids = model.lm_head, windows.ids
-    if int(ids.max()) >= head.vocab:
-        raise FullrankError(
-            f"the text has token {int(ids.max())}, but the output matrix has {head.vocab} rows: the "
-            "tokenizer belongs to another model"
-        )
+    collect.check_vocabulary(ids, head.vocab)
     count, window = ids.shape[0], ids.shape[1] - 1
     N, single = count * window, one_row(head)
     number, position = torch.arange(N) // window, torch.arange(N) % window
@@ -66,33 +61,38 @@ def collect_states(
     places = _sample(position)
     widths = [head.width] if single else list(head.state_widths)
     layers = model.config.get_text_config().num_hidden_layers + 2
-    _check_memory(N, sum(widths), len(places) * layers * max(head.state_widths), memory)
+    sample = len(places) * layers * max(head.state_widths)
+    collect.check_memory(N, 4 * (N * sum(widths) + sample), memory)
     kept, losses = [torch.empty(N, width) for width in widths], torch.empty(N)
     sampled: list[list[Tensor]] = []
-    done = 0
-    for piece in ids.split(BATCH):
-        inputs, targets = piece[:, :-1].to(model.device), piece[:, 1:].to(model.device)
+
+    def run(part: slice) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Losses, what is kept of every token, and every layer at the sampled places."""
+        inputs, targets = (one.to(model.device) for one in (ids[part, :-1], ids[part, 1:]))
         with quiet():
             read, context, output = model.head_inputs(inputs, layers=True)
-        after = done + inputs.numel()
-        losses[done:after] = (
-            cast(Tensor, head(read, targets, context=context, reduction="none")).float().flatten().cpu()
-        )
+        nats = cast(Tensor, head(read, targets, context=context, reduction="none"))
         made = [rows(head, read)] if single else read
-        for place, one in zip(kept, made, strict=True):
-            place[done:after] = one.float().flatten(0, 1).cpu()
         seen = [*(output.hidden_states or (read[0],))]
         if single and made[0].data_ptr() != read[0].data_ptr():
             seen.append(made[0])
-        here = (places[(places >= done) & (places < after)] - done).to(inputs.device)
-        sampled.append([layer.float().flatten(0, 1)[here].cpu() for layer in seen])
-        done = after
-        progress(done / N)
-    if not all(bool(torch.isfinite(one).all()) for one in kept):
-        raise FullrankError(
-            f"the model's states hold NaN or infinity in {model.dtype}: run it with --dtype float32, or "
-            "check its weights"
+        inside = (places >= part.start * window) & (places < part.stop * window)
+        here = (places[inside] - part.start * window).to(inputs.device)
+        return (
+            nats.float().flatten().cpu(),
+            [one.float().flatten(0, 1).cpu() for one in made],
+            [layer.flatten(0, 1)[here].float().cpu() for layer in seen],
         )
+
+    size = batch_size.chosen(model, window, memory, batch)
+    for part, (nats, made, layer) in batch_size.over(count, size, run, say):
+        tokens = slice(part.start * window, part.stop * window)
+        losses[tokens] = nats
+        for place, one in zip(kept, made, strict=True):
+            place[tokens] = one
+        sampled.append(layer)
+        progress(part.stop / count)
+    collect.check_finite(model, *kept)
     return HeadStates(
         hidden=kept[0],
         targets=ids[:, 1:].flatten(),
@@ -118,15 +118,6 @@ def _sample(position: Tensor) -> Tensor:
     later = (position > 0).nonzero()[:, 0]
     generator = torch.Generator().manual_seed(0)
     return later[torch.randperm(len(later), generator=generator)[: collect.LAYER_STATES]].sort().values
-
-
-def _check_memory(N: int, width: int, sampled: int, memory: int) -> None:
-    needed = 4 * (N * width + sampled)
-    if needed > memory:
-        raise FullrankError(
-            f"states of {N} tokens take {needed / 2**30:.1f} GiB, more than --memory {memory / 2**30:.1f} "
-            "GiB: take fewer --tokens or allow more"
-        )
 
 
 def _names(count: int, *, projected: bool) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.models.loading import Loaded, quiet
+from fullrank.models.loading import Loaded, quiet, resident
 from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import IDENTITY, Pointwise
 from fullrank.ops.pointwise import Softcap
@@ -47,6 +47,11 @@ class Anatomy:
 
 class _Reached(Exception):  # noqa: N818  (a signal, not an error)
     """The state is here: the product with the matrix is not needed."""
+
+
+def input_device(model: Any) -> torch.device:
+    """Where token ids go: of a model that is spread over devices, accelerate takes them on from there."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
 @torch.no_grad()
@@ -113,9 +118,11 @@ def examine(loaded: Loaded) -> Anatomy:
     head: Any = model.get_output_embeddings()
     if head is None:
         raise FullrankError(f"{type(model).__name__} has no output embedding: give a causal language model")
-    weight, bias = _linear(model, head)
+    with resident(head):
+        weight, bias = _linear(model, head)
     named = named_tokens(loaded, len(weight))
     hidden, logits, norm = _probe(model, weight, named)
+    hidden, logits = hidden.to(weight.device), logits.to(weight.device)
     scores = hidden.float() @ weight.T
     if bias is not None:
         scores += bias
@@ -130,7 +137,8 @@ def examine(loaded: Loaded) -> Anatomy:
         weight, bias = weight * scale, None if bias is None else bias * scale
     output = OutputLayer(weight=weight, bias=bias, pointwise=pointwise, tokens=named)
     blocks = blocks_of(model)
-    name, lost = norm_rank(norm, biased=bias is not None)
+    with resident(norm[0]) if norm else contextlib.nullcontext():
+        name, lost = norm_rank(norm, biased=bias is not None)
     embedding = model.get_input_embeddings()
     tied = getattr(embedding, "weight", None) is getattr(head, "weight", head)
     facts = ModelFacts(
@@ -172,7 +180,7 @@ def _linear(model: Any, head: Any) -> tuple[Tensor, Tensor | None]:
                 "be read: dequantise the model first"
             )
         with torch.no_grad():
-            unit = torch.eye(width, dtype=model.dtype, device=model.device)
+            unit = torch.eye(width, dtype=model.dtype, device=input_device(model))
             start = head(torch.zeros_like(unit[:1])).float()
             weight = torch.cat([head(rows).float() - start for rows in unit.split(256)]).T.contiguous()
             bias = start[0] if bool(start.abs().max() > 0) else None
@@ -215,7 +223,7 @@ def probe_ids(model: Any, named: int) -> tuple[Tensor, int]:
     ids = torch.randint(named, (2, min(PROBE, longest(model) or PROBE)), generator=generator)
     half = ids.shape[1] // 2
     ids[1, :half] = ids[0, :half]
-    return ids.to(model.device), half
+    return ids.to(input_device(model)), half
 
 
 @contextlib.contextmanager

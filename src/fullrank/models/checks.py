@@ -31,6 +31,13 @@ def device(name: str) -> None:
         raise FullrankError(f"device {name!r} was asked for, but torch sees none here: use --device cpu")
 
 
+def device_name(name: str) -> str:
+    """The device in words."""
+    if name.startswith("cuda") and torch.cuda.is_available():
+        return torch.cuda.get_device_name(name)
+    return f"{name}, {torch.get_num_threads()} threads" if name == "cpu" else name
+
+
 def known(found: Checkpoint, *, trust_remote_code: bool) -> None:
     """transformers has the code of the model itself, or may run the checkpoint's."""
     import transformers
@@ -101,6 +108,10 @@ def finite(model: Any) -> None:
     """No weight is NaN or infinite."""
     bad = []
     for name, weight in model.named_parameters():
+        if weight.is_meta and hasattr(model, "hf_device_map"):
+            # Offloaded: reading all of it from the disk would cost as much as the diagnosis, and states that
+            # are no numbers are refused as well.
+            continue
         if weight.is_meta:
             raise FullrankError(f"{name} has no values (it is on the meta device): load the model's weights")
         # One-byte floats have no isfinite; they come from quantisers, not from training that went wrong.

@@ -70,10 +70,15 @@ def load(
     trust_remote_code: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    device_map: str | dict[str, Any] | None = None,
     cache: Path | None = None,
     say: Callable[[str], None] = _silent,
 ) -> Loaded:
-    """Load a model by path or hub name, or the bundled one for None; raises FullrankError with the remedy."""
+    """Load a model by path or hub name, or the bundled one for None; raises FullrankError with the remedy.
+
+    `device_map` is accelerate's, "auto" or by module: what the devices cannot hold stays in memory or on disk
+    until it is needed.
+    """
     checks.device(device)
     storage = ""
     notes: tuple[str, ...] = ()
@@ -102,7 +107,7 @@ def load(
             )
         say(f"loading {name}")
         found = checkpoint.read(directory, allow_pickle=allow_pickle)
-        built, tokenizer, more = _build(found, trust_remote_code, device, dtype)
+        built, tokenizer, more = _build(found, trust_remote_code, device, dtype, device_map)
     return Loaded(
         model=built,
         tokenizer=tokenizer,
@@ -242,7 +247,11 @@ def _snapshot(
 
 
 def _build(
-    found: checkpoint.Checkpoint, trust_remote_code: bool, device: str, dtype: torch.dtype
+    found: checkpoint.Checkpoint,
+    trust_remote_code: bool,
+    device: str,
+    dtype: torch.dtype,
+    device_map: str | dict[str, Any] | None,
 ) -> tuple[Any, Any, tuple[str, ...]]:
     """Model, tokenizer and notes of a checkpoint."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -265,6 +274,8 @@ def _build(
     with checks.one_sentence(f"the tokenizer in {directory}"):
         tokenizer = AutoTokenizer.from_pretrained(directory, **options)
     quantised = _quantisation(config)
+    if device_map is None and quantised:
+        device_map = {"": device}
     what = f"{directory}, which is quantised with {quantised}," if quantised else f"the model in {directory}"
     with checks.one_sentence(what):
         both: Any = AutoModelForCausalLM.from_pretrained(
@@ -275,13 +286,13 @@ def _build(
             # Reported and refused below, by name.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **({"device_map": {"": device}} if quantised else {}),
+            **({} if device_map is None else {"device_map": device_map}),
             **options,
         )
         model, report = both
         checks.complete(directory, report)
         model = model.eval().requires_grad_(False)
-        if not quantised:
+        if device_map is None:
             model = model.to(device)
     checks.finite(model)
     notes = checks.tokens(model, tokenizer)
@@ -318,16 +329,31 @@ def _quantisation(config: Any) -> str:
     return f"{method} {bits}-bit" if bits else method
 
 
+@contextlib.contextmanager
+def resident(module: torch.nn.Module) -> Iterator[None]:
+    """The values of a layer that accelerate has offloaded are there inside, in memory."""
+    if not any(weight.is_meta for weight in module.parameters(recurse=False)):
+        yield
+        return
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module, "cpu"):
+        yield
+
+
 def _object_fingerprint(model: Any, tokenizer: Any) -> str:
     """Of a model in memory: configuration, every tensor up to 4 GiB in all (its ends beyond), vocabulary."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
     left = checkpoint.HASHED_WHOLE
     for name, tensor in model.state_dict().items():
-        flat = tensor.detach().reshape(-1)
-        left -= flat.numel() * flat.element_size()
-        if left < 0 and flat.numel() > 2 * checkpoint.BLOCK:
-            flat = torch.cat((flat[: checkpoint.BLOCK], flat[-checkpoint.BLOCK :]))
-        digest.update(f"\0{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
-        digest.update(flat.cpu().contiguous().view(torch.uint8).numpy())
+        layer, _, leaf = name.rpartition(".")
+        with resident(model.get_submodule(layer)):
+            tensor = getattr(model.get_submodule(layer), leaf) if tensor.is_meta else tensor
+            flat = tensor.detach().reshape(-1)
+            left -= flat.numel() * flat.element_size()
+            if left < 0 and flat.numel() > 2 * checkpoint.BLOCK:
+                flat = torch.cat((flat[: checkpoint.BLOCK], flat[-checkpoint.BLOCK :]))
+            digest.update(f"\0{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
+            digest.update(flat.cpu().contiguous().view(torch.uint8).numpy())
     digest.update(repr(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])).encode())
     return digest.hexdigest()

@@ -11,6 +11,7 @@ import typing
 
 from fullrank.results.attention import Attention
 from fullrank.results.estimate import Estimate
+from fullrank.results.files import Provenance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class TextFacts:
 
     sources: tuple[str, ...]
     sha256: str
-    """Of the text that was read, in order; of long files only the beginning is."""
+    """Of the text under the windows, and of no other."""
     bytes: int
     """Of the part that was used."""
     tokens: int
@@ -63,6 +64,7 @@ class TextFacts:
     """Tokens a window: no context is longer."""
     windows: int
     starts_with_bos: bool
+    """Whether every window begins with the token that begins texts."""
     fit_tokens: int
     """Tokens on which heads are refitted."""
     choose_tokens: int
@@ -400,6 +402,18 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Answered:
+    """How one answer came to be: those of one file may come from several commands."""
+
+    made: Provenance
+    """The time is that of the answer."""
+    settings: dict[str, str]
+    """Those that the question reads, as words."""
+    text: str
+    """SHA-256 of the text under the windows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """Everything `fullrank diagnose` found out about a model."""
 
@@ -425,6 +439,8 @@ class Diagnosis:
     """The question that is answered only when it is asked for by name."""
     verdict: Verdict | None = None
     """None in files of earlier versions."""
+    answered: dict[str, Answered] = dataclasses.field(default_factory=dict)
+    """By question: which command answered it, when, and with which settings."""
 
 
 QUESTIONS = (

@@ -57,10 +57,14 @@ def provenance(*, seed: int | None, device: str) -> Provenance:
         except importlib.metadata.PackageNotFoundError:
             continue
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return Provenance(
-        command=command, commit=_commit(), time=time, device=device, seed=seed, versions=versions
+        command=command, commit=_commit(), time=now(), device=device, seed=seed, versions=versions
     )
+
+
+def now() -> str:
+    """The time of an answer, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _commit() -> str:
@@ -153,6 +157,9 @@ def write_whole(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf8") as file:
             file.write(text)
+            # Else a power cut may leave the new name on an empty file.
+            file.flush()
+            os.fsync(file.fileno())
         # mkstemp makes the file private; a result is as readable as any other file the user writes.
         umask = os.umask(0)
         os.umask(umask)
@@ -185,7 +192,11 @@ def _build(cls: type[Record], data: Any) -> Record:
     if unknown:
         raise ValueError(f"unknown fields {sorted(unknown)}")
     # A field with a default is one that older files of the same version do not have.
-    optional = {field.name for field in fields if field.default is not dataclasses.MISSING}
+    optional = {
+        field.name
+        for field in fields
+        if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    }
     return cls(
         **{name: _value(hints[name], data[name]) for name in names if name in data or name not in optional}
     )

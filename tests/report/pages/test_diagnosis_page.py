@@ -12,7 +12,7 @@ from fullrank.errors import FullrankError
 from fullrank.report.charts.theme import DARK, MODEL_COLOURS
 from fullrank.report.pages.questions import WORDS
 from fullrank.results import QUESTIONS, Diagnosis, Ladder, Provenance
-from fullrank.results.diagnosis import UnreachableToken
+from fullrank.results.diagnosis import Answered, UnreachableToken
 
 Read = Callable[[str], Any]
 
@@ -216,6 +216,43 @@ def test_warnings_where_losses_are_not_comparable(
     page = fullrank.report.render_comparison([diagnosis, other], [made, made])
     assert "different vocabularies" in page
     assert "bits per byte" in page
+
+
+def answered(made: Provenance, **settings: str) -> Answered:
+    return Answered(made=made, settings=settings, text="173c")
+
+
+def test_warnings_where_questions_were_asked_otherwise(diagnosis: Diagnosis, made: Provenance) -> None:
+    def warned(*records: Diagnosis) -> str:
+        page = fullrank.report.render_comparison(records, [made] * len(records))
+        return " ".join(re.findall(r'<p class="warning">(.*?)</p>', page))
+
+    def asked(**settings: str) -> Diagnosis:
+        return dataclasses.replace(diagnosis, answered={"better_head": answered(made, **settings)})
+
+    two, four = asked(seeds="2", rates="0.1"), asked(seeds="4", rates="0.1")
+    assert warned(two, two) == warned(diagnosis, diagnosis) == ""
+    assert warned(two, four) == (
+        "What would a better head buy? This was asked with different settings: seeds 2, 4."
+    )
+    assert "seeds 2, not recorded" in warned(two, diagnosis)
+    assert "seeds" not in warned(two, dataclasses.replace(four, better_head=None, answered={}))
+    half = dataclasses.replace(diagnosis, model=dataclasses.replace(diagnosis.model, dtype="bfloat16"))
+    assert "different precision" in warned(diagnosis, half)
+
+
+def test_answers_of_several_commands_are_told_apart(diagnosis: Diagnosis, made: Provenance) -> None:
+    later = dataclasses.replace(made, command="fullrank diagnose --only <loss>", device="Another GPU")
+    one = dataclasses.replace(diagnosis, answered={"loss": answered(made), "spectrum": answered(made)})
+    two = dataclasses.replace(
+        diagnosis, answered={"loss": answered(made), "gradient": answered(later, n="9")}
+    )
+    assert "How each answer was made" not in fullrank.report.render(one, made)
+    page = fullrank.report.render(two, made)
+    assert "How each answer was made" in page
+    assert "fullrank diagnose --only &lt;loss&gt;" in page
+    assert "Another GPU" in page
+    assert "n 9" in page
 
 
 def test_only_diagnoses_stand_side_by_side(diagnosis: Diagnosis, ladder: Ladder, made: Provenance) -> None:

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from fullrank.diagnose.questions.spectrum import centred_gram, storage_noise
+from fullrank.diagnose.questions.spectrum import centred_gram, storage_noise, triangle
 from fullrank.errors import FullrankError
 from fullrank.models.output_layer import OutputLayer
 from fullrank.results.diagnosis import LogprobRank
@@ -113,7 +113,8 @@ def _row_space(output: OutputLayer, storage: str) -> tuple[Tensor, Tensor]:
     values, vectors = values.flip(0).clamp(min=0).sqrt(), vectors.flip(1)
     if float(values[-1]) <= 1e-6 * float(values[0]):
         # The Gram matrix squares the condition number: where that hurts, pay for QR.
-        centred = torch.linalg.qr((matrix.double() - mean) * rows[:, None] * columns, mode="r").R
+        slices = zip(matrix.split(8192), rows[:, None].split(8192), strict=True)
+        centred = triangle((part.double() - mean) * factor * columns for part, factor in slices)
         _, values, right = torch.linalg.svd(centred)
         vectors = right.T
     # Our own arithmetic in fp64 sets the least floor.

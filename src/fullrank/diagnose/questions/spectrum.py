@@ -20,6 +20,7 @@ norm near s (sqrt V + sqrt D), somewhat more where rows or columns are of uneven
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -70,7 +71,17 @@ def singular_values(weight: Tensor) -> Tensor:
     values = torch.linalg.eigvalsh(gram).flip(0).clamp(min=0).sqrt()
     if values[-1] > 1e-5 * values[0]:
         return values
-    return torch.linalg.svdvals(torch.linalg.qr(tall.double(), mode="r").R)
+    return torch.linalg.svdvals(triangle(part.double() for part in tall.split(8192)))
+
+
+def triangle(slices: Iterable[Tensor]) -> Tensor:
+    """R of the QR decomposition of slices of rows, one above the other: no more than two live at once."""
+    factor: Tensor | None = None
+    for rows in slices:
+        stacked = rows if factor is None else torch.cat([factor, rows])
+        factor = torch.linalg.qr(stacked, mode="r").R
+    assert factor is not None
+    return factor
 
 
 def gram_matrix(tall: Tensor) -> Tensor:

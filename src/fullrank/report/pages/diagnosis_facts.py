@@ -153,6 +153,41 @@ def measured(subjects: Sequence[Subject]) -> tuple[Table, ...]:
             caption="Seconds a question, on the machine that ran it.",
             folded="Time taken",
         ),
+        *_commands(subjects),
+    )
+
+
+def _commands(subjects: Sequence[Subject]) -> tuple[Table, ...]:
+    """How each answer came to be, where one command did not give them all."""
+    several = len(subjects) > 1
+    rows: list[tuple[Cell, ...]] = []
+    for one in subjects:
+        answered = one.record.answered
+        if len({(each.made.command, each.made.commit, each.made.device) for each in answered.values()}) < 2:
+            continue
+        for question, each in answered.items():
+            made = each.made
+            settings = ", ".join(f"{name} {value}" for name, value in each.settings.items())
+            rows.append(
+                (
+                    f"{one.name}: {shown(question)}" if several else shown(question),
+                    shown(made.command, 400),
+                    shown(made.time),
+                    shown(made.commit[:12]) or "not recorded",
+                    shown(made.device),
+                    shown(settings, 300),
+                )
+            )
+    if not rows:
+        return ()
+    names = ("question", "command", "time", "commit", "device", "settings")
+    return (
+        Table(
+            caption="The answers come from several commands.",
+            columns=tuple(Column(name=name) for name in names),
+            rows=tuple(rows),
+            folded="How each answer was made",
+        ),
     )
 
 

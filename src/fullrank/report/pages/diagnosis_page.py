@@ -7,7 +7,7 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fullrank.report.charts import diagnosis_curves
 from fullrank.report.charts.curves import Curves
@@ -24,6 +24,7 @@ from fullrank.report.pages.remarks import remark
 from fullrank.report.subject import Subject, subjects_of
 from fullrank.report.text import shown
 from fullrank.results import QUESTIONS, Diagnosis
+from fullrank.results.diagnosis import BY_NAME
 
 _PICTURES: dict[str, Callable[[Sequence[Subject]], Curves | Intervals]] = {
     "loss": diagnosis_curves.loss,
@@ -93,7 +94,29 @@ def _warnings(records: Sequence[Diagnosis]) -> tuple[str, ...]:
             "The models have different vocabularies: nats per token are not comparable between them, bits "
             "per byte are where the text is the same."
         )
+    if len({record.model.dtype for record in records}) > 1:
+        warnings.append("The models ran in different precision: half precision alone moves losses and ranks.")
+    for question in (*QUESTIONS, *BY_NAME):
+        warnings += _unequal(question, records)
     return tuple(warnings)
+
+
+def _unequal(question: str, records: Sequence[Diagnosis]) -> Iterator[str]:
+    """Where models answered a question with different settings."""
+    made = [record.answered.get(question) for record in records if getattr(record, question) is not None]
+    if not any(made):
+        # Files of before settings were written down.
+        return
+    settings = [None if one is None else one.settings for one in made]
+    names = sorted({name for one in settings if one for name in one})
+    values = {name: [None if one is None else one.get(name) for one in settings] for name in names}
+    unequal = {name: found for name, found in values.items() if len(set(found)) > 1}
+    if unequal:
+        listed = "; ".join(
+            f"{shown(name)} {', '.join('not recorded' if one is None else shown(one, 200) for one in found)}"
+            for name, found in unequal.items()
+        )
+        yield f"{_title(question)} This was asked with different settings: {listed}."
 
 
 def _sections(subjects: tuple[Subject, ...]) -> tuple[Section, ...]:
