@@ -55,7 +55,7 @@ class Diagnose:
     quick: bool = False
     """A first look in ninety seconds: fewer tokens, one mixture, short fits, nothing planted."""
     thorough: bool = False
-    """For a GPU: up to a million tokens, every head, eight components where they are wanted."""
+    """For a GPU: up to a million tokens, and more heads."""
     tokens: int | None = None
     """Tokens of text to run the model on; by default as many as its size allows in some minutes."""
     window: int | None = None
@@ -66,7 +66,7 @@ class Diagnose:
     components: int | None = None
     """Components of the mixtures; by default 2 to 4, as the split of the rows says."""
     seeds: int | None = None
-    """Fits of the best head and its control; 1 by default, 2 with --thorough."""
+    """Fits of the best head and its control; 1 by default."""
     search_seconds: float | None = None
     """Time for the search for unreachable tokens; 25 by default, 8 with --quick."""
     seed: int = 0
@@ -316,10 +316,8 @@ def _better_head(record: Diagnosis) -> str:
 def _unreachable(record: Diagnosis) -> str:
     found = record.unreachable
     assert found is not None
-    return (
-        f"{len(found.never)} tokens can never lead, {found.undecided:,} undecided; "
-        f"any {found.capacity} tokens can be set at will, or more"
-    )
+    least = "at least " if found.undecided else ""
+    return f"{least}{len(found.never)} tokens can never lead, {found.undecided:,} undecided"
 
 
 def _gradient(record: Diagnosis) -> str:

@@ -132,7 +132,7 @@ def fit(
         progress(min(1.0, done / planned))
         return run
 
-    with own_randomness(device):
+    with own_randomness(device), fast_products(device):
         waiting = list(plan.rates)
         raced: dict[float, float] = {}
         best: Run | None = None
@@ -168,6 +168,19 @@ def own_randomness(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
+    """Products in TF32 while a fit goes on, three times as fast on a GPU: a step is noisier than its rounding.
+    What is judged is judged in fp32."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Run:

@@ -100,6 +100,8 @@ class Answer:
     """Of the model in every chart."""
     sentences: tuple[str, ...]
     tiles: tuple[Tile, ...]
+    lead: str = ""
+    """The verdict in one sentence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

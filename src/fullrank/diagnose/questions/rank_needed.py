@@ -71,7 +71,7 @@ def rank_needed(
     hidden, targets = parts.held_out.states[0].flatten(0, 1), parts.held_out.targets.flatten()
     blocks, limit = parts.held_out.blocks.flatten(), settings.memory // 4
     original = output.losses(hidden, targets, limit)
-    factors = truncation(output, parts.fit.states[0].flatten(0, 1))
+    factors = truncation(output, parts.fit.states[0].flatten(0, 1), min(0.5, SHRINK * D / len(parts.fit)))
     truncated: dict[int, Tensor] = {}
     for place, rank in enumerate(ranks):
         progress(f"rank {rank}", CUTTING * place / len(ranks))
@@ -141,11 +141,11 @@ def ranks_to_refit(ranks: Sequence[int], truncated_knee: float) -> list[int]:
     return sorted({*ranks[max(0, place - 2) : place + 1], half, ranks[-1]})
 
 
-def truncation(output: OutputLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """[D, D] and [D, D] in fp64 whose first r columns and rows multiply to Π_r."""
+def truncation(output: OutputLayer, hidden: Tensor, shrink: float = 0.0) -> tuple[Tensor, Tensor]:
+    """[D, D] and [D, D] in fp64 whose first r columns and rows multiply to Π_r. `shrink` draws the states'
+    covariance to a multiple of the identity."""
     values, vectors = torch.linalg.eigh(gram_matrix(hidden) / len(hidden))
     # Small variances are estimated too small, and by much where tokens are few: drawn a little to the mean.
-    shrink = min(0.5, SHRINK * len(values) / len(hidden))
     values = (1 - shrink) * values + shrink * values.mean()
     # Directions that no state has are of no weight; a floor keeps their inverse finite.
     root = values.clamp(min=1e-10 * float(values[-1])).sqrt()

@@ -1,4 +1,6 @@
-"""The answer in three sentences and two figures: what rank the model needs, and what a better head buys.
+"""The answer first: the verdict's three lines, and the figures that carry it.
+
+Of a file without a verdict, from an earlier version, the sentences are made from its answers.
 
 The sentences say no more than the record holds. An interval that includes 0 is no gain, an unmeasured
 question is named as such, and no sentence makes a low rank the cause of anything: that is disputed.
@@ -37,12 +39,17 @@ def answer(subject: Subject, *, alone: bool) -> Answer:
     """Sentences and tiles of one model, with its name unless it has the page to itself."""
     record = subject.record
     # Side by side, what limits all figures is said once, under them.
-    third = (_caution(record),) if alone or not _figures(record) else ()
+    last = (_caution(record),) if alone or not _figures(record) else ()
+    verdict = record.verdict
+    first, *rest = (
+        verdict.lines if verdict is not None else ("", _rank_sentence(record), _gain_sentence(record))
+    )
     return Answer(
         name="" if alone else subject.name,
         colour=subject.colour,
-        sentences=(_rank_sentence(record), _gain_sentence(record), *third),
-        tiles=(_rank_tile(record), _gain_tile(record)),
+        lead=shown(first, 300),
+        sentences=(*(shown(one, 600) for one in rest), *last),
+        tiles=(_gain_tile(record), *_seen_tile(record), _rank_tile(record)),
     )
 
 
@@ -145,11 +152,29 @@ def _rank_tile(record: Diagnosis) -> Tile:
         return Tile(question=_RANK, value=NONE, unit="", remarks=(why, width.removeprefix("of ")))
     between = whole_interval(section.knee)
     remarks = [f"95% interval {between}" if between else "no interval"]
+    if section.bound:
+        remarks = ["no smaller rank was tried" if section.bound == "at most" else "up to the full width"]
     if section.still_falling:
         remarks.append("the loss still falls at full width")
-    return Tile(
-        question=_RANK, value=whole(section.knee.value), unit=width, remarks=tuple(filter(None, remarks))
-    )
+    value = f"{section.bound} {whole(section.knee.value)}".strip()
+    return Tile(question=_RANK, value=value, unit=width, remarks=tuple(filter(None, remarks)))
+
+
+def _seen_tile(record: Diagnosis) -> tuple[Tile, ...]:
+    verdict, section = record.verdict, record.better_head
+    if verdict is None or section is None:
+        return ()
+    question = "What gain would have been seen?"
+    if not math.isfinite(verdict.smallest):
+        return (Tile(question=question, value=NONE, unit="", remarks=("not known: see the verdict",)),)
+    remarks = ["the smallest, four times in five"]
+    if section.power is not None:
+        found = section.power
+        remarks.append(f"{number(found.found.value)} was found of a planted {number(found.planted.value)}")
+    else:
+        remarks.append("by the spread over text alone: nothing was planted")
+    value = number(verdict.smallest)
+    return (Tile(question=question, value=value, unit="nats per token", remarks=tuple(remarks)),)
 
 
 def _gain_tile(record: Diagnosis) -> Tile:

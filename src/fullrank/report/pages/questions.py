@@ -111,19 +111,26 @@ WORDS: dict[str, Question] = {
     "better_head": Question(
         title="What would a better head buy?",
         reading=(
-            "Heads refitted on the model’s frozen states, and the loss that each saves against a refitted "
-            "softmax, the line at 0. Right of the line is better; an interval that crosses the line cannot "
-            "be told from no gain. The ring is a control: a softmax with as many parameters as the mixture, "
-            "so what it gains comes from size, not from rank. It does not show what the same head would buy "
-            "if the whole model were trained with it, which can be more or less."
+            "Heads fitted on the model’s frozen states until their learning curves are flat, and the loss "
+            "that each saves against the model’s own softmax refitted to the same text, the line at 0. Right "
+            "of the line is better; an interval that crosses the line cannot be told from no gain. The ring "
+            "is a control: a softmax with as many parameters as the mixture, so what it gains comes from "
+            "size, not from rank. It does not show what the same head would buy if the whole model were "
+            "trained with it, which can be more or less."
         ),
         definition=(
             "The gain of a head is the loss of the refitted softmax minus its own, on the same held-out "
             "tokens, averaged over seeds; intervals are over text blocks and seeds. Learning rate and "
-            "stopping are chosen on other tokens.",
+            "stopping are chosen on other tokens. Every head starts from the refitted softmax, mixtures "
+            "with their components apart along the directions in which splitting a row helps most.",
             "The figure at the top of the page is stricter: the head is the one with the lowest loss on the "
-            "tokens set aside for choosing, and its gain is counted over the better of the two controls. A "
-            "gain of g nats per token lowers the perplexity by the share 1 − exp(−g).",
+            "tokens set aside for choosing, and its gain is counted over the best control, the output layer "
+            "as it came among them. A gain of g nats per token lowers the perplexity by the share "
+            "1 − exp(−g).",
+            "What would have been seen: tokens are drawn from a mixture of known gain over the same states, "
+            "and the same fits look for it. The share that they find, and the spread over text blocks, give "
+            "the smallest gain that is told from zero four times in five. The interval of the gain reaches "
+            "up by what the fits missed of the planted one.",
         ),
     ),
     "unreachable": Question(
