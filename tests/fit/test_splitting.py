@@ -104,9 +104,12 @@ def test_directions_are_found_where_rows_are_split(softcap: float | None) -> Non
     head.decoder.weight = setting.plain.decoder.weight
     if softcap is not None:
         head.cap_scores(softcap)
-    started, scale = splitting.apart(setting, head, found)
+    started, scale, gain = splitting.apart(setting, head, found)
     assert scale > 0
-    assert splitting.gain(setting, head, started).low > 0.01
+    assert gain.low > 0.01
+    held_out = setting.parts.held_out
+    before, after = (one(list(held_out.states), held_out.targets) for one in (head, started))
+    assert after < before - 0.01
 
 
 def test_no_direction_is_sure_where_the_model_is_right() -> None:

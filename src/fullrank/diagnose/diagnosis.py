@@ -54,7 +54,7 @@ class Settings:
 
     tokens: int | None = None
     """Tokens of text to run the model on; None: as many as `body_work` pays for."""
-    body_work: float = 4e12
+    body_work: float = 3e12
     """Multiplications that running the body may take, where tokens are not given."""
     most_tokens: int = 1 << 18
     """However small the model is."""
@@ -63,7 +63,8 @@ class Settings:
     memory: int = 0
     """Bytes that states, buffers and copies of the output matrix may take, beside the model and one copy of
     its output matrix in fp32; 0 is 2 GiB and six copies."""
-    heads: tuple[str, ...] = ("mos", "trunk")
+    heads: tuple[str, ...] = ()
+    """None: mos, and trunk as well where a pass over the vocabulary is cheap."""
     components: int | None = None
     """Components of the mixtures; None: by the split of the rows, `most_components` at most."""
     most_components: int = 4
@@ -371,6 +372,12 @@ class Answers:
             self._ready = plain_head(self.output), states_of.split(whole)
         return self._ready
 
+    def _heads(self) -> tuple[str, ...]:
+        # A trunk gains no more than the mixture it is cut from; fitting it says how much less.
+        weight = self.output.weight
+        cheap = weight.device.type != "cpu" or len(weight) <= comparison.SMALL_VOCABULARY
+        return ("mos", "trunk") if cheap else ("mos",)
+
     def effort(self) -> comparison.Settings:
         """What fits may take."""
         settings = self.settings
@@ -423,7 +430,7 @@ class Answers:
         return better_head.better_head(
             plain,
             parts,
-            heads=self.settings.heads,
+            heads=self.settings.heads or self._heads(),
             components=self.settings.components,
             most_components=self.settings.most_components,
             measure_power=self.settings.power,

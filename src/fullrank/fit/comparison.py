@@ -20,7 +20,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +97,7 @@ class Comparison:
     directions: splitting.Directions | None
     """None where no mixture was fitted."""
     split_gain: Estimate | None
-    """Held-out nats per token that the leading directions gain over the refitted layer, untrained."""
+    """Nats per token that the leading directions gain over the refitted layer, untrained."""
     seconds: dict[str, float]
 
     @property
@@ -298,7 +297,7 @@ def started(
     progress: Callable[[float], None],
 ) -> tuple[dict[str, Head], splitting.Directions | None, Estimate | None]:
     """The heads over the refitted layer, mixtures with their components apart where that begins better; the
-    directions, and what they gain by themselves on the held-out text."""
+    directions, and what they gain by themselves on the text for choosing."""
     whole: splitting.Directions | None = None
     if callable(heads) or any(splits(head) for head in heads.values()):
         # Two passes over W a token, and half of what a fit may take.
@@ -319,8 +318,7 @@ def started(
         assert isinstance(head, MixtureHead)
         own = head.contexts.private
         directions = whole if own == head.width else splitting.search(gathered, own=own, seed=settings.seed)
-        based[name], scale = splitting.apart(setting, head, directions)
-        if gain is None and scale:
-            gain = splitting.gain(setting, head, cast(MixtureHead, based[name]))
+        based[name], scale, gained = splitting.apart(setting, head, directions)
+        gain = gained if gain is None and scale else gain
         progress(0.7 + 0.3 * (place + 1) / len(based))
     return based, whole, gain

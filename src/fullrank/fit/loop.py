@@ -172,7 +172,7 @@ def own_randomness(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def fast_products(device: torch.device) -> Iterator[None]:
-    """Products in TF32 while a fit goes on, three times as fast on a GPU: a step is noisier than its rounding.
+    """Products in TF32 while a fit goes on, three times as fast on a GPU: steps are noisier than rounding.
     What is judged is judged in fp32."""
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda":

@@ -36,7 +36,7 @@ from torch import Tensor
 from fullrank.fit import estimates, sampling
 from fullrank.fit.setting import Setting, layer_of, plain_rows
 from fullrank.fit.states import Part
-from fullrank.fit.trainee import Trainee
+from fullrank.fit.trainee import SAMPLED_PIECE, Trainee
 from fullrank.heads.mixture import MixtureHead
 from fullrank.results import Estimate
 
@@ -292,30 +292,25 @@ def split(head: MixtureHead, directions: Directions, scale: float) -> MixtureHea
 
 
 @torch.no_grad()
-def apart(setting: Setting, head: MixtureHead, directions: Directions) -> tuple[MixtureHead, float]:
-    """The split with the lowest loss on the text for choosing, and its scale; the head as it is and 0 where
-    none is better."""
-    best, least, chosen = head, _choose_loss(setting, head), 0.0
+def apart(setting: Setting, head: MixtureHead, directions: Directions) -> tuple[MixtureHead, float, Estimate]:
+    """The split with the lowest loss on the text for choosing, its scale, and its gain there, of which only
+    the scale was chosen there; the head as it is, 0 and nothing where none is better."""
+    before = choose_losses(setting, head)
+    best, least, chosen, gained = head, before, 0.0, torch.zeros_like(before)
     for scale in SCALES:
         found = split(head, directions, scale)
-        loss = _choose_loss(setting, found)
-        if loss < least:
-            best, least, chosen = found, loss, scale
+        losses = choose_losses(setting, found)
+        if losses.mean() < least.mean():
+            best, least, chosen, gained = found, losses, scale, before - losses
         elif chosen:
             break
-    return best, chosen
-
-
-def _choose_loss(setting: Setting, head: MixtureHead) -> float:
-    return Trainee(head, setting, 0).to(setting.parts.fit.targets.device).choose_loss()
+    return best, chosen, estimates.mean(gained, setting.parts.choose.blocks.flatten())
 
 
 @torch.no_grad()
-def gain(setting: Setting, before: MixtureHead, after: MixtureHead) -> Estimate:
-    """Held-out nats per token that a split gains by itself."""
-    held_out = setting.parts.held_out
-    losses = [
-        Trainee(head, setting, 0).to(held_out.targets.device).exact_losses(held_out)
-        for head in (before, after)
-    ]
-    return estimates.mean(losses[0] - losses[1], held_out.blocks.flatten())
+def choose_losses(setting: Setting, head: MixtureHead) -> Tensor:
+    """[tokens] nats of the text for choosing."""
+    trainee = Trainee(head, setting, 0).to(setting.parts.fit.targets.device)
+    trainee.eval()
+    places = torch.arange(len(setting.parts.choose), device=setting.parts.choose.targets.device)
+    return torch.cat([trainee.batch_losses(False, some) for some in places.split(SAMPLED_PIECE)])

@@ -287,7 +287,8 @@ class SplitTest:
     components: int
     """What mixtures were given for it."""
     gain: Estimate | None
-    """Held-out nats per token that the split gains over the refitted layer by itself; None where none did."""
+    """Nats per token that the split gains over the refitted layer by itself, on the tokens set aside for
+    choosing; None where none did."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

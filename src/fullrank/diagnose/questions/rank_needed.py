@@ -30,7 +30,7 @@ from fullrank.diagnose.questions.spectrum import centred_gram, gram_matrix
 from fullrank.errors import FullrankError
 from fullrank.fit import comparison, estimates, training
 from fullrank.fit.setting import layer_of
-from fullrank.fit.states import Parts
+from fullrank.fit.states import Part, Parts
 from fullrank.heads import Head, build
 from fullrank.heads.base import without_matrix
 from fullrank.models.output_layer import OutputLayer
@@ -41,6 +41,8 @@ TOLERANCE = 0.02
 REPLICATES = 1000
 PER_DIRECTION = 4
 """Tokens to fit on that every direction of the states must have."""
+REFIT_TOKENS = 4096
+"""Tokens to fit on, where the width does not want more."""
 MORE = 2
 """Further ranks that are refitted below the first ones, where all of these are within the tolerance."""
 SHRINK = 0.1
@@ -68,6 +70,11 @@ def rank_needed(
             f"{len(parts.fit):,} tokens to fit on are too few for states of width {D}: give text for "
             f"{PER_DIRECTION * D * 7 // 4:,} --tokens or more"
         )
+    # What is left of a refit's cost is in its tokens: as many as the width wants, and no more.
+    tokens = max(REFIT_TOKENS, PER_DIRECTION * D)
+    parts = dataclasses.replace(
+        parts, fit=_first(parts.fit, tokens), choose=_first(parts.choose, tokens // 4)
+    )
     hidden, targets = parts.held_out.states[0].flatten(0, 1), parts.held_out.targets.flatten()
     blocks, limit = parts.held_out.blocks.flatten(), settings.memory // 4
     original = output.losses(hidden, targets, limit)
@@ -127,9 +134,14 @@ def rank_needed(
     )
 
 
+def _first(part: Part, tokens: int) -> Part:
+    """Whole windows with so many tokens, or all there are."""
+    return part.windows(slice(0, max(1, -(-tokens // part.targets.shape[1]))))
+
+
 def default_ranks(width: int) -> list[int]:
     """Where the truncated curve is looked at."""
-    shares = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 7 / 8)
+    shares = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
     return sorted({max(1, round(width * share)) for share in shares})
 
 
@@ -191,12 +203,13 @@ def narrow_head(plain: Head, factors: tuple[Tensor, Tensor], rank: int) -> Head:
     bias = plain.decoder.bias
     with without_matrix(), torch.random.fork_rng(devices=[]):
         head = build("softmax", hidden=plain.width, vocab=plain.vocab, width=rank, bias=bias is not None)
-    if plain.softcap is not None:
-        head.cap_scores(plain.softcap)
-    head.to(layer.weight.device)
+    # Before anything is moved: there is no matrix yet to move.
     head.decoder.weight = nn.Parameter(layer.weight, requires_grad=False)
     if bias is not None:
         head.decoder.bias = nn.Parameter(bias.detach().clone())
+    if plain.softcap is not None:
+        head.cap_scores(plain.softcap)
+    head.to(layer.weight.device)
     with torch.no_grad():
         head.get_parameter(head.row_map).copy_(down.T)
     return head
