@@ -70,7 +70,7 @@ class Settings:
     most_components: int = 4
     seeds: int = 1
     """Fits of the best head and its control."""
-    fit_work: float = 2e12
+    fit_work: float = 5e12
     """Multiplications that one fit may take on a processor; a GPU does a thousand times that."""
     power: bool = True
     """Whether a gain is planted, to see what the fits would have seen."""

@@ -63,7 +63,8 @@ def smallest_seen(found: BetterHead) -> float:
 def outcome_of(found: BetterHead, smallest: float) -> str:
     gain = found.best_gain
     if gain.low > 0 and gain.value >= LEAST:
-        return HELD_BACK
+        # Fits that miss most of a planted gain say that there is one, and not how large it is.
+        return HELD_BACK if math.isfinite(smallest) or gain.value >= MATERIAL else UNDECIDED
     return NOT_HELD_BACK if smallest <= MATERIAL and gain.value < MATERIAL else UNDECIDED
 
 

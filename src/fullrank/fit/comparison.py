@@ -39,8 +39,6 @@ SMALL_VOCABULARY = 4096
 """Up to here the exact loss costs no more than the estimated one."""
 ORIGINAL = "original"
 """The output layer as it came, among the controls."""
-LEAST_MATRIX_RATE = 0.004
-"""Of W that is fitted already: what a head adds may want it to move, however well it stood before."""
 PER_SCORE = 500
 """What normalising a score and its gradient cost on a processor, in multiplications."""
 
@@ -61,7 +59,7 @@ class Settings:
     """Learning rates to begin with: the pace relative to the width."""
     epochs: int = 60
     """Passes over the text, at most."""
-    work: float = 2e12
+    work: float = 5e12
     """Multiplications and the like that one fit may take on a processor; a GPU does a thousand times that."""
     patience: int = 3
     """Looks at the text for choosing after which a curve counts as flat."""
@@ -265,7 +263,7 @@ def rebased_setting(setting: ready.Setting, weights: dict[str, Tensor], rate: fl
     plain = copy.deepcopy(setting.plain)
     fitted.into(plain)
     plain.requires_grad_(False)
-    return dataclasses.replace(setting, plain=plain, matrix_rate=max(rate, LEAST_MATRIX_RATE))
+    return dataclasses.replace(setting, plain=plain, matrix_rate=rate)
 
 
 def rebased(head: Head, plain: Head) -> Head:

@@ -10,12 +10,14 @@ stored states, the closest softmax to a mixture, a body with its head.
               less than `tolerance` nats together, or the passes are used up
     fall      from the best weights so far the rate falls to zero, over half as long as these took
 
-The best weights at any look are kept; the start is one too, so that what only gets worse comes back as it
+A look is at the mean of the weights over the second half of the steps before it: the mean is where the steps
+wander about, and says what a rate has learnt and not how much it shakes. The best of these means is kept; the
+start is one too, so that what only gets worse comes back as it
 came. `converged` says that the steady phase ended by the curve and not by the number of passes.
 
-Crash-safe where a file is given: every so often each run leaves all that its rest depends on beside that file
-(`checkpoints`). The same call goes on from there and ends with the same numbers, since batches and masks are
-functions of seed and step.
+Crash-safe where a file is given: at a look, every so often, each run leaves all that its rest depends on
+beside that file (`checkpoints`). The same call goes on from there and ends with the same numbers, since
+batches and masks are functions of seed and step.
 """
 
 from __future__ import annotations
@@ -228,7 +230,10 @@ class Run:
         generator = torch.Generator().manual_seed(self.seed)
         for _ in range(self.steps // self.each + 1):
             order = torch.randperm(self.learner.examples, generator=generator)
-        for number in range(self.steps % self.each, until):
+        first = self.steps % self.each
+        mean: dict[str, Tensor] = {}
+        count = 0
+        for number in range(first, until):
             # Nothing but dropout draws from this.
             torch.manual_seed((1_000_003 * self.seed + self.steps) % (1 << 63))
             for group, peak in zip(self.optimiser.param_groups, self.peaks, strict=True):
@@ -238,10 +243,14 @@ class Run:
             self.learner.loss(chosen).backward()
             self.optimiser.step()
             self.steps += 1
-            # The last step belongs to the look at the text for choosing.
-            if number + 1 < until:
-                self._keep()
-        self._look()
+            if 2 * (number + 1) > first + until:
+                count += 1
+                for name, parameter in self.parameters.items():
+                    if name in mean:
+                        mean[name].lerp_(parameter.detach(), 1 / count)
+                    else:
+                        mean[name] = parameter.detach().clone()
+        self._look(mean)
         self._keep()
 
     def _pace(self) -> float:
@@ -249,13 +258,16 @@ class Run:
             return 1.0 - (self.steps - self.turned) / self.fall
         return min(1.0, (self.steps + 1) / WARM_UP)
 
-    def _look(self) -> None:
+    def _look(self, mean: dict[str, Tensor]) -> None:
+        live = checkpoints.weights(self.parameters)
+        self._put(mean)
         found = _number(self.learner.choose_loss())
         self.curve.append((self.steps, found))
         if len(self.curve) == 2:
             self.raced = found
         if found < self.best[0]:
-            self.best = (found, self.steps, checkpoints.weights(self.parameters))
+            self.best = (found, self.steps, mean)
+        self._put(live)
         if self.turned is not None:
             return
         self.idle += 1
@@ -266,11 +278,14 @@ class Run:
         if flat or 3 * self.steps >= 2 * self.plan.epochs * self.each:
             self.turned, self.converged = self.steps, flat
             self.fall = self.each * max(1, round(self.best[1] / self.each / 2))
-            with torch.no_grad():
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(self.best[2][name])
+            self._put(self.best[2])
             if not math.isfinite(found):
                 self.optimiser.state.clear()
+
+    @torch.no_grad()
+    def _put(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(weights[name])
 
     def found(self) -> Fit:
         loss, steps, weights = self.best

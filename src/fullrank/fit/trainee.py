@@ -10,8 +10,8 @@ whole vocabulary.
 A cache head is trained with its memory, in whole windows. With `Setting.align` HistAlign's ranking loss is
 added while it trains; no loss that chooses or judges has it.
 
-W that is fitted already wants smaller steps than what a head adds to it: where the setting names its rate,
-that is what W has, whatever the rate of the rest.
+W that is fitted already wants smaller steps than what a head adds to it: where the setting names the rate
+that its own fit wanted, W has that, or `MATRIX_SHARE` of the rate of the rest where this is more.
 
 Learning rates are given as `rate`, the pace relative to the width: entries of a map from D numbers move by
 rate / D a step in units that leave states and scores of any size alike, those of W in proportion to their own
@@ -38,6 +38,8 @@ from fullrank.heads.alignment import alignment_loss
 from fullrank.heads.rows import RowHead
 from fullrank.ops import IDENTITY, mixture_nll
 
+MATRIX_SHARE = 0.2
+"""Of the rate of the rest."""
 SMALL_TABLE = 1 << 22
 """Scores that a step may hold at once on a processor."""
 PIECE = 4096
@@ -108,10 +110,11 @@ class Trainee(nn.Module):
     def groups(self, rate: float) -> list[dict[str, Any]]:
         """Parameters with their learning rates."""
         known = self.setting.matrix_rate
+        slow = rate if known is None else min(rate, max(known, MATRIX_SHARE * rate))
         return [
             {
                 "params": [parameter],
-                "lr": (known if known and name in ("matrix", "bias") else rate) * self._pace(name, parameter),
+                "lr": (slow if name in ("matrix", "bias") else rate) * self._pace(name, parameter),
             }
             for name, parameter in self.trained()
         ]

@@ -72,7 +72,7 @@ def better_head(
         measured = _power(
             found, gain, settings, lambda label, part: progress(label, share + part * (1 - share))
         )
-        gain = dataclasses.replace(gain, high=gain.high + measured.missed * _scale(gain, measured))
+        gain = _reaching_up(gain, measured)
     held_out = parts.held_out
     return BetterHead(
         original=estimates.mean(found.original, found.blocks),
@@ -153,7 +153,7 @@ def _power(
 
         measured = power.measure(
             found.setting, fresh, found.directions, gain=level,
-            rates=(control.rate, found.fits[name][0].rate), settings=settings, progress=report,
+            rate=control.rate, settings=settings, progress=report,
         )  # fmt: skip
         if math.isfinite(measured.smallest):
             break
@@ -161,11 +161,13 @@ def _power(
     return measured
 
 
-def _scale(gain: Estimate, measured: power.Power) -> float:
-    """A gain smaller than the planted one lost less, and no more than itself could have."""
-    if measured.planted.value <= 0:
-        return 0.0
-    return min(1.0, max(0.0, gain.high) / measured.planted.value)
+def _reaching_up(gain: Estimate, measured: power.Power) -> Estimate:
+    """With what may be there and was not found: as large a share as of the planted gain, or all of that where
+    most of it was missed."""
+    if not math.isfinite(measured.smallest):
+        return dataclasses.replace(gain, high=gain.high + measured.missed)
+    share = min(1.0, measured.found.value / measured.planted.value)
+    return dataclasses.replace(gain, high=max(gain.high, gain.high / share))
 
 
 def _split(found: comparison.Comparison) -> SplitTest | None:
