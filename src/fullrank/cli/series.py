@@ -154,7 +154,7 @@ def lost(one: Saturation) -> str:
 def _open(one: Saturation) -> str:
     """Why the test did not decide, or what would let it."""
     if math.isnan(one.turned_up_to):
-        return ", the noise can have made what was lost, and hides as much"
+        return ", the noise leaves open a loss of {:.0f} to {:.0f}%".format(*one.interval)
     return (
         f", turned if the noise of neighbouring checkpoints correlates by {one.turned_up_to:g} or less, and "
         f"the points do not exclude {one.noise_correlation:g}"
