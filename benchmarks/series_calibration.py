@@ -132,7 +132,7 @@ def power(config: Config) -> list[dict[str, Any]]:
         ("14, linear", "14, logarithmic", "27, linear"), description="planted turns", transient=True
     ):
         for place in (0.4, 0.5, 0.6):
-            for error in (None, 0.002, 0.014):
+            for error in (None, 0.014):
                 random = numpy.random.default_rng(config.seed + 1)
                 outcomes, covered = [], 0
                 for _ in range(config.turns):

@@ -33,7 +33,7 @@ CORRELATIONS = (0.0, 0.2, 0.4, 0.6, 0.8)
 FEWEST_POINTS = 6
 """For one degree of freedom."""
 SIMULATIONS = 20_000
-ESTIMATES = 500
+ESTIMATES = 1000
 """Simulations of the estimate of a curve's correlation."""
 CUTS = (-1, 0, 1, 2)
 """Where the line may begin, counted from the lowest point."""
@@ -157,7 +157,7 @@ def null(steps: tuple[float, ...], correlation: float, seed: int) -> Null:
 
 
 def correlation(curve: Measured, steps: tuple[float, ...], seed: int) -> float:
-    """The upper 99% confidence value of a curve's correlation, at most the last of CORRELATIONS.
+    """The upper 99.8% confidence value of a curve's correlation, at most the last of CORRELATIONS.
 
     The estimate is held against those of curves simulated around the same trend, so that its bias, which
     depends on where the curve turns, is theirs too.
@@ -166,6 +166,6 @@ def correlation(curve: Measured, steps: tuple[float, ...], seed: int) -> float:
     for one in reversed(CORRELATIONS):
         drawn = curve.scale[0] * autoregressive(random, ESTIMATES, len(steps), one)
         estimates = measured(curve.trend + drawn, numpy.array(steps)).correlation
-        if curve.correlation[0] >= numpy.quantile(estimates, 0.01):
+        if curve.correlation[0] >= numpy.quantile(estimates, 0.002):
             return one
     return CORRELATIONS[0]

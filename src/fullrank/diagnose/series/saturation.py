@@ -53,6 +53,8 @@ STEEP = 1.3
 FEWEST_LATE = 8
 STEEPEST = 5.0
 """... and, while FEWEST_LATE are left, if they make it so many times larger."""
+EARLY_FALL = 30.0
+"""There is an early phase only where the curve fell by so many times its scale."""
 MOST_POINTS = 60
 """Longer curves are pooled: neighbouring checkpoints then say nothing new, and simulations take time."""
 DRAWS = 4000
@@ -278,15 +280,16 @@ def _points(curve: Curve) -> _Points:
 def _first(heights: Array, steps: Array) -> int:
     """Where the steep beginning is over, as far as a smooth trend cannot follow it."""
     best = int(heights.argmin())
-    bound = heights[best] + (1 - EARLY_SHARE) * (heights[: best + 1].max() - heights[best])
-    passed = int((heights <= bound).argmax())
+    fall = float(heights[: best + 1].max() - heights[best])
+    passed = int((heights <= heights[best] + (1 - EARLY_SHARE) * fall).argmax())
     starts = range(min(passed, max(len(heights) - FEWEST_LATE, 0)) + 1)
     scales = [float(noise.measured(heights[None, start:], steps[start:]).scale[0]) for start in starts]
     ample = scales[: max(len(heights) - LATE_POINTS, 0) + 1]
     first = next(start for start, scale in enumerate(ample) if scale <= STEEP * min(ample))
     if scales[first] > STEEPEST * min(scales):
         first = next(start for start in starts if scales[start] <= STEEP * min(scales))
-    return first
+    # Level curves wander by so much too, and to leave out what scatters most there would cause false alarms.
+    return first if fall > EARLY_FALL * scales[first] else 0
 
 
 def _trend(heights: Array) -> Array:
