@@ -134,12 +134,12 @@ def table(record: Record) -> Table:
         drawn.add_row(
             escape(one.model), "" if one.shots is None else str(one.shots), f"{one.best_step:,}",
             escape(lost(one)), ANSWERS[one.outcome],
-            "" if one.reason else f"{one.adjusted_p:.2g}",
+            "" if one.reason else f"{one.p_value:.2g}",
             "" if one.reason else f"{one.smallest_rise_percent:.3g}%",
         )  # fmt: skip
     drawn.caption = (
-        f"Turned: p < {record.level:g} over all curves (Holm) for curves that never turned, with noise of "
-        f"neighbours correlated by up to {most:g}, and at least {record.material_percent:g}% lost "
+        f"Turned: p < {record.level:g} after Holm, over all curves, for curves that never turned with "
+        f"noise of neighbours correlated by up to {most:g}, and at least {record.material_percent:g}% lost "
         "from the best checkpoint to the last. Seen from: a rise of this size is found nine times in ten."
     )
     drawn.caption_justify = "left"
@@ -156,8 +156,8 @@ def _open(one: Saturation) -> str:
     if math.isnan(one.turned_up_to):
         return ", the noise leaves open a loss of {:.0f} to {:.0f}%".format(*one.interval)
     return (
-        f", turned if the noise of neighbouring checkpoints correlates by {one.turned_up_to:g} or less, and "
-        f"the points do not exclude {one.noise_correlation:g}"
+        f", by itself it turned if the noise of neighbouring checkpoints correlates by {one.turned_up_to:g} "
+        f"or less, and the points do not exclude {one.noise_correlation:g}"
     )
 
 

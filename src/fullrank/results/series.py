@@ -58,8 +58,8 @@ class Saturation:
     smallest_rise_percent: float
     """The test finds a rise of this size nine times in ten; nan where there was no test."""
     turned_up_to: float
-    """The curve would be said to have turned if the noise of neighbouring points correlated by no more than
-    this; nan where it would not even without correlation."""
+    """By itself, the curve would be said to have turned if the noise of neighbouring points correlated by no
+    more than this; nan where it would not even without correlation."""
     first_step: int
     """Points before belong to the steep beginning, and were left out."""
     points: int

@@ -68,8 +68,8 @@ def record() -> Series:
 
 def test_page_holds_every_figure(record: Series, made: Provenance) -> None:
     html = unescape(fullrank.report.render(record, made))
-    for words in ("94.3", "142.4", "0.064", "77.5", "12 to 64", "1,000", "8.12", "119", "0.246", "410.7",
-                  "1.69",
+    for words in ("94.3", "142.4", "0.032", "0.064", "77.5", "12 to 64", "1,000", "8.12", "119", "0.246",
+                  "410.7", "1.69",
                   "share the size", "2 values were left out", "read from the names", "sciq_acc"):  # fmt: skip
         assert words in html, words
     assert "1 of 2 curves turned" in html

@@ -15,7 +15,7 @@ of the same correlation whose ratio is as large. Three answers are possible:
 
 Over the curves of a call p-values are Holm's: each curve is read by itself, as "this model turned", so the
 chance of one false alarm among all of them is what must be small. The correlation is an upper confidence
-value; `turned_up_to` says for which lower ones the answer would be that the curve turned.
+value; `turned_up_to` says for which lower ones the curve, by itself, would be said to have turned.
 
 Standard errors of evaluations are no noise here. Checkpoints of one model answer the same test items, so that
 most of such an error is common to all checkpoints and drops out of their differences; what does not, scatters
@@ -229,7 +229,7 @@ def _decided(points: _Points, one: Saturation, adjusted: float, level: float, se
             correlation
             for correlation in noise.CORRELATIONS
             if one.lost_percent >= MATERIAL_PERCENT
-            and noise.null(points.design, correlation, seed).p_value(ratio) < level
+            and noise.null(points.design, correlation, seed).p_value(ratio) < LEVEL
         ),
         default=math.nan,
     )

@@ -80,6 +80,7 @@ def _saturation(record: Series) -> Section:
         Column(name="last"),
         Column(name="lost", unit="%, with 95% interval"),
         Column(name="turned"),
+        Column(name="p"),
         Column(name="p", unit="over all curves"),
         Column(name="seen from", unit="% rise"),
     )
@@ -92,6 +93,7 @@ def _saturation(record: Series) -> Section:
             one.final_value,
             Estimate(value=one.lost_percent, low=one.interval[0], high=one.interval[1]),
             "too few points" if one.reason else ANSWERS.get(one.outcome, shown(one.outcome)),
+            NONE if one.reason else f"{one.p_value:.2g}",
             NONE if one.reason else f"{one.adjusted_p:.2g}",
             NONE if one.reason else f"{one.smallest_rise_percent:.3g}",
         )
@@ -154,7 +156,7 @@ def _saturation(record: Series) -> Section:
                     Column(name="steep until", unit="step"),
                     Column(name="noise", unit="% of the best"),
                     Column(name="correlation", unit="of neighbours"),
-                    Column(name="turned up to", unit="correlation"),
+                    Column(name="by itself turned up to", unit="correlation"),
                     Column(name="from"),
                 ),
                 rows=noise,
