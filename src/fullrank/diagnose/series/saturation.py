@@ -53,7 +53,7 @@ STEEP = 1.3
 FEWEST_LATE = 8
 STEEPEST = 5.0
 """... and, while FEWEST_LATE are left, if they make it so many times larger."""
-EARLY_FALL = 30.0
+EARLY_FALL = 50.0
 """There is an early phase only where the curve fell by so many times its scale."""
 MOST_POINTS = 60
 """Longer curves are pooled: neighbouring checkpoints then say nothing new, and simulations take time."""
