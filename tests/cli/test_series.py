@@ -42,7 +42,8 @@ def test_table_results_and_page(curves: Path, tmp_path: Path, capsys: pytest.Cap
         "pythia-70m",
         "53,000",
         "51.0",
-        "yes",
+        "undecided",
+        "if the noise of neighbouring checkpoints correlates by",
         "no scaling law",
         "--tokens-per-step",
         "results.json",
@@ -53,10 +54,10 @@ def test_table_results_and_page(curves: Path, tmp_path: Path, capsys: pytest.Cap
     entries = {(entry["model"], entry["shots"]): entry for entry in document["saturation"]}
     assert len(entries) == len(document["saturation"]) == 2
     small, large = entries["pythia-70m", 0], entries["pythia-1b-bf16", 0]
-    assert small["saturated"] is True
+    assert small["outcome"] == "undecided"
     assert small["best_step"] == 53_000
     assert small["interval"][0] < small["lost_percent"] < small["interval"][1]
-    assert large["saturated"] is False
+    assert large["outcome"] == "not turned"
     record, made = results.load(out / "results.json")
     assert isinstance(record, Series)
     assert made.seed == 0
@@ -74,7 +75,7 @@ def test_metric_and_seed(curves: Path, tmp_path: Path) -> None:
     record, made = results.load(tmp_path / "results.json")
     assert record.metric == "sciq_acc"
     assert made.seed == 3
-    assert not any(entry.saturated for entry in record.saturation)
+    assert not any(entry.turned for entry in record.saturation)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_one_run(write_run: Callable[..., Path], tmp_path: Path, capsys: pytest.
     record, _ = results.load(out / "results.json")
     assert isinstance(record, Training)
     assert record.saturation is not None
-    assert record.saturation.saturated
+    assert record.saturation.turned
     page = (out / "report.html").read_text()
     assert "Training mine" in page
     (out / "report.html").unlink()

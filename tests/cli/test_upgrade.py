@@ -15,9 +15,10 @@ from fullrank import report, results
 from fullrank.cli.collapse import Collapse, collapse
 from fullrank.cli.upgrade import Upgrade, upgrade
 from fullrank.errors import FullrankError
-from fullrank.fit import comparison as fit
+from fullrank.fit import comparison
 from fullrank.models.loading import quiet
-from fullrank.upgrade import choose, run
+from fullrank.upgrade import run
+from fullrank.upgrade import training as fit
 
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 SMALL = ["--tokens", "1024", "--window", "64", "--epochs", "2", "--seeds", "2"]
@@ -186,7 +187,7 @@ def test_the_whole_model_can_be_trained(upgraded: Run, text: Path, model: Path, 
 def test_auto_says_when_no_head_is_worth_it(
     upgraded: Run, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(choose, "candidates", lambda: ("mos", "plif"))
+    monkeypatch.setattr(comparison, "candidates", lambda: ("mos", "plif"))
     monkeypatch.setattr(fit, "worth_it", lambda record: False)
     out = upgraded("--head", "auto", "--train", str(text), *SMALL)
     assert left(out) == ["report.html", "results.json"]
@@ -216,7 +217,7 @@ def test_auto_tries_bent_heads_over_a_soft_cap_too(text: Path, tmp_path: Path) -
     found = run.run(loaded, "auto", train=[text], settings=settings, cache=tmp_path / "states")
     assert found.record.training is not None
     reasons = {one.head: one.reason for one in found.record.training.candidates}
-    assert set(reasons) == set(choose.candidates())
+    assert set(reasons) == set(comparison.candidates())
     assert not any(reasons.values())
 
 

@@ -1,4 +1,4 @@
-"""The estimated normaliser against the exact one: at the start, after a move, and where nothing is left out."""
+"""The estimated normaliser against the exact one: at the start, after a move, with nothing left out."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_gradient_of_the_estimated_loss_is_the_exact_one_in_the_mean() -> No
     model = moved(mixture_over(plain), setting)
     assert model.matrix is not None
     model.batch_losses(False, torch.arange(len(many))).mean().backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.trained() if parameter.grad is not None}
+    found = {name: one.grad.clone() for name, one in model.trained() if one.grad is not None}
     assert found.keys() == {name for name, _ in model.trained()}
     model.zero_grad()
     # The definition, dense: only the trained rows are parameters.

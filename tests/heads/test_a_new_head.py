@@ -128,28 +128,37 @@ def test_a_run_with_it_is_diagnosed(run: Path, tmp_path: Path) -> None:
 
 def test_question_six_fits_it() -> None:
     """On a text of two temperatures, which no softmax of the width says."""
-    from fullrank.diagnose.questions import better_head
-    from fullrank.fit import frozen
+    from fullrank.diagnose.diagnosis import plain_head
+    from fullrank.diagnose.questions.better_head import better_head, components_for
+    from fullrank.fit import comparison
+    from fullrank.fit.states import Part, Parts
     from fullrank.models.output_layer import OutputLayer
 
     draw = torch.Generator().manual_seed(0)
     weight = 6.0 * torch.randn(32, D, generator=draw)
 
-    def tokens(count: int) -> frozen.Tokens:
-        hidden = torch.randn(count, D, generator=draw)
-        sharp = torch.where(torch.rand(count, 1, generator=draw) < 0.5, 1.0, 0.0)
-        targets = torch.multinomial(torch.softmax(sharp * hidden @ weight.T, 1), 1, generator=draw)[:, 0]
-        return frozen.Tokens(hidden=hidden, targets=targets, blocks=torch.arange(count) // 20)
+    def part(windows: int) -> Part:
+        hidden = torch.randn(windows, 20, D, generator=draw)
+        sharp = torch.where(torch.rand(windows, 20, 1, generator=draw) < 0.5, 1.0, 0.0)
+        shares = torch.softmax((sharp * hidden @ weight.T).flatten(0, 1), 1)
+        targets = torch.multinomial(shares, 1, generator=draw).view(windows, 20)
+        blocks = torch.arange(windows)[:, None].expand(windows, 20)
+        return Part(states=(hidden,), targets=targets, ids=targets, blocks=blocks)
 
-    split = frozen.Split(fit=tokens(1500), choose=tokens(300), held_out=tokens(600))
-    setting = frozen.setting(OutputLayer(weight=weight, tokens=32), split)
-    assert NAME in better_head.candidates()
-    found = better_head.better_head(setting, heads=(NAME,), rates=(0.5,), epochs=6, seeds=1)
+    assert NAME in comparison.candidates()
+    found = better_head(
+        plain_head(OutputLayer(weight=weight, tokens=32)),
+        Parts(fit=part(75), choose=part(15), held_out=part(30)),
+        heads=(NAME,), measure_power=False,
+        settings=comparison.Settings(seeds=1, rates=(0.5,), epochs=8),
+    )  # fmt: skip
     fit = next(one for one in found.fits if one.head == NAME)
-    assert fit.components == 2
+    assert found.split is not None
+    assert fit.components == components_for(found.split.sure, 4)
     assert found.best == NAME
     assert fit.steps > 0
     assert fit.loss.value < found.original.value - 0.3
+    assert found.best_gain.low > 0.02
 
 
 def tiny() -> Any:
@@ -167,9 +176,9 @@ def tiny() -> Any:
 
 
 def test_it_upgrades_a_model_and_is_saved(tmp_path: Path) -> None:
+    from fullrank.fit.comparison import candidates
     from fullrank.models import FullrankForCausalLM
     from fullrank.upgrade import upgrade
-    from fullrank.upgrade.choose import candidates
 
     original, ids = tiny(), torch.arange(24).view(2, 12)
     with torch.no_grad():

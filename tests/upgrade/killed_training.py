@@ -1,4 +1,4 @@
-"""A choice of heads and a training on states, killed at random moments and started again until it is done.
+"""A comparison of heads on states, killed at random moments and started again until it is done.
 
     python killed_training.py FOLDER KILLS SEED
 
@@ -25,14 +25,11 @@ import safetensors.torch  # noqa: F401  (here and not in every process, as the n
 import torch
 import torch._dynamo
 
-from fullrank.fit import checkpoints, states, training
-from fullrank.fit import comparison as fit
+from fullrank.fit import checkpoints, comparison, loop, states, trainee
 from fullrank.heads import Head, build
-from fullrank.results.upgrade import TrainingText
-from fullrank.upgrade import choose
 
 D, V, TIME, WINDOWS = 8, 50, 32, 21
-SETTINGS = fit.Settings(seeds=2, rates=(0.1, 0.4), epochs=2, exact=False, rows=30)
+SETTINGS = comparison.Settings(seeds=2, rates=(0.1, 0.4), epochs=3, exact=False, rows=30)
 OPTIONS: dict[str, dict[str, Any]] = {"mos": {"components": 2, "dropout": 0.2}, "plif": {}}
 
 
@@ -43,37 +40,34 @@ def head_of(name: str, weight: torch.nn.Parameter, **options: Any) -> Head:
     return head
 
 
-def made_text() -> fit.Text:
+def made_parts() -> states.Parts:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(WINDOWS, TIME, D, generator=generator)
     targets = torch.randint(V, (WINDOWS, TIME), generator=generator)
     blocks = torch.arange(WINDOWS)[:, None].expand(WINDOWS, TIME)
-    whole = states.Part(states=(hidden,), targets=targets, ids=targets, blocks=blocks)
-    facts = TrainingText(
-        sources=(), sha256="", window=TIME + 1, fit_tokens=0, choose_tokens=0, held_out_tokens=0
-    )
-    return fit.Text(parts=states.split(whole), facts=facts)
+    return states.split(states.Part(states=(hidden,), targets=targets, ids=targets, blocks=blocks))
 
 
 def work(directory: Path, out: Path) -> None:
-    """The whole of it, with a checkpoint at every step."""
-    training.EVERY, training.DEAREST, training.BATCH = 0.0, math.inf, 100
+    """The whole of it, with a checkpoint wherever one may be."""
+    loop.EVERY, loop.DEAREST, trainee.LEAST_BATCH = 0.0, math.inf, 100
     weight = torch.nn.Parameter(0.5 * torch.randn(V, D, generator=torch.Generator().manual_seed(1)))
     heads = {name: head_of(name, weight, **options) for name, options in OPTIONS.items()}
-    plain, text = head_of("softmax", weight), made_text()
-    best, tried = choose.choose_head(heads, plain, text, settings=SETTINGS, directory=directory / "choosing")
-    record, trained = fit.fit_head(heads["mos"], plain, text, settings=SETTINGS, directory=directory)
-    fits = [
-        {name: value for name, value in dataclasses.asdict(one).items() if name != "seconds"}
-        for one in record.fits
-    ]
+    plain = head_of("softmax", weight)
+    setting = comparison.setting_for(list(heads.values()), plain, made_parts(), SETTINGS)
+    made = comparison.compare(setting, heads, settings=SETTINGS, directory=directory)
     found = {
-        "best": best,
-        "tried": [(one.choose_loss, one.control_loss) for one in tried],
-        "fits": fits,
-        "gain": dataclasses.asdict(record.gain),
-        "saved": (record.saved_seed, record.saved_loss),
-        "weights": checkpoints.digest(*(value for _, value in trained.trained())),
+        "best": made.best,
+        "control": made.control,
+        "fits": {
+            name: [
+                (fit.choose_loss, fit.rate, fit.steps, fit.curve, checkpoints.digest(fit.losses))
+                for fit in fits
+            ]
+            for name, fits in made.fits.items()
+        },
+        "gain": dataclasses.asdict(made.gain(made.best)),
+        "weights": {name: checkpoints.digest(*weights.values()) for name, weights in made.weights.items()},
     }
     partial = out.with_suffix(".partial")
     partial.write_text(json.dumps(found))

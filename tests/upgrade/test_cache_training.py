@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fullrank.errors import FullrankError
-from fullrank.fit import comparison as fit
 from fullrank.fit import states
 from fullrank.fit.collect import Windows
 from fullrank.fit.setting import prepare
@@ -19,6 +18,7 @@ from fullrank.fit.trainee import Trainee
 from fullrank.heads import CacheHead, Head, build
 from fullrank.results.upgrade import TrainingText
 from fullrank.upgrade import run, whole
+from fullrank.upgrade import training as fit
 from fullrank.upgrade.upgrade import upgrade
 
 D, V = 8, 60
@@ -54,17 +54,28 @@ def cache_over(plain: Head) -> CacheHead:
     return head
 
 
+class Bare(torch.nn.Module):
+    """What a training asks of a model: its head, and an embedding that is none of its matrices."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.lm_head = head
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return torch.nn.Embedding(1, 1)
+
+
 @pytest.mark.parametrize("align", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_a_memory_gains_where_the_truth_is_a_copy(align: float) -> None:
     plain, text = repeating()
     head = cache_over(plain)
-    record, trainee = fit.fit_head(head, plain, text, settings=dataclasses.replace(QUICK, align=align))
+    model = Bare(head)
+    _, record = fit.fit({"cache": model}, plain, text, settings=dataclasses.replace(QUICK, align=align))
     softmax, equal, cache = record.fits
     assert [one.head for one in record.fits] == ["softmax", "softmax_equal", "cache"]
     assert cache.before.value == pytest.approx(softmax.before.value, abs=1e-3)
     assert record.gain.low > 0.3
     assert cache.after.value < min(softmax.after.value, equal.after.value) - 0.3
-    trainee.into(head)
     assert float(head.memory_weight.detach()) > -29.0
     held_out = text.parts.held_out
     with torch.no_grad():

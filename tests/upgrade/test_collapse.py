@@ -18,7 +18,7 @@ from fullrank.fit import states
 from fullrank.fit.collect import tokenise
 from fullrank.heads import Head, build
 from fullrank.ops import SIGSOFTMAX
-from fullrank.upgrade import folder
+from fullrank.upgrade import folder, training
 from fullrank.upgrade.closest import closest
 from fullrank.upgrade.collapse import collapse
 from fullrank.upgrade.plain import plain_model
@@ -214,10 +214,10 @@ def test_states_are_kept_checked_and_shared(
     calls: list[int] = []
     original.model.register_forward_hook(lambda *_: calls.append(1))
 
-    def read(head: str, fingerprint: str = "a") -> fit.Text:
+    def read(head: str, fingerprint: str = "a") -> training.Text:
         model = upgrade(original, head)
         calls.clear()
-        return fit.read_text(
+        return training.read_text(
             model, tokenizer, [text], settings=settings, cache=tmp_path, fingerprint=fingerprint
         )
 
@@ -253,8 +253,8 @@ def test_a_text_that_is_too_short_or_too_long_is_refused(
     short = tmp_path / "short.txt"
     short.write_text("w2 w3 w4", encoding="utf8")
     with pytest.raises(FullrankError, match="longer"):
-        fit.read_text(model, tokenizer, [short], settings=fit.Settings(), cache=tmp_path, fingerprint="")
+        training.read_text(model, tokenizer, [short], settings=fit.Settings(), cache=tmp_path, fingerprint="")
     with pytest.raises(FullrankError, match="--memory"):
-        fit.read_text(
+        training.read_text(
             model, tokenizer, [text], settings=fit.Settings(memory=1024), cache=tmp_path, fingerprint=""
         )

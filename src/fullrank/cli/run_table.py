@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fullrank.results.series import UNDECIDED
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -98,13 +100,21 @@ def findings(runs: Sequence[Training]) -> list[str]:
             lines.append(f"{before}no evaluation yet")
         elif one.reason:
             lines.append(f"{before}not tested for a turn: {one.reason}")
-        elif one.saturated:
+        elif one.turned:
             lines.append(
                 f"{before}the validation loss turned after step {one.best_step:,} and lost "
-                f"{one.lost_percent:.1f}% (p = {one.p_value:.2g})"
+                f"{one.lost_percent:.1f}% (p = {one.adjusted_p:.2g})"
+            )
+        elif one.outcome == UNDECIDED:
+            lines.append(
+                f"{before}undecided whether the validation loss turned: {one.lost_percent:.1f}% from best to "
+                f"last (p = {one.adjusted_p:.2g})"
             )
         else:
-            lines.append(f"{before}no turn of the validation loss can be told from noise")
+            lines.append(
+                f"{before}the validation loss did not turn; a rise of {one.smallest_rise_percent:.2g}% would "
+                "have been seen"
+            )
         lines += [f"{before}alarm at step {alarm.step:,}: {alarm.message}" for alarm in run.alarms]
         if run.reason != "finished":
             end = {

@@ -36,6 +36,9 @@ class Series:
     """Training tokens a step, for the scaling law; or give a column tokens."""
     fit_from: float = 4e8
     """The scaling law is fitted on models of at least so many parameters, and extrapolated to the others."""
+    web_text: bool = False
+    """Take the token term and the floor of 1.69 nats that Hoffmann et al. found for web text as known; only
+    for losses of such text in nats per token."""
     seed: int = 0
     """Seed of the simulations."""
 
@@ -73,6 +76,7 @@ def series(options: Series) -> None:
                 revisions=options.revisions,
                 tokens_per_step=options.tokens_per_step,
                 fit_from=options.fit_from,
+                web_text=options.web_text,
                 progress=update,
                 seed=options.seed,
             )
@@ -99,6 +103,7 @@ def _refuse(options: Series) -> None:
         "--revisions": options.revisions,
         "--text": options.text,
         "--tokens-per-step": options.tokens_per_step,
+        "--web-text": options.web_text,
     }
     for flag, value in given.items():
         if value:
@@ -110,6 +115,8 @@ def table(record: Record) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
+    from fullrank.results.series import ANSWERS
+
     # Without inner lines, so that eight columns fit a terminal of 80.
     drawn = Table(
         title=f"Saturation of {escape(record.metric)}",
@@ -119,18 +126,21 @@ def table(record: Record) -> Table:
         pad_edge=False,
         show_edge=False,
     )
+    most = max((one.noise_correlation for one in record.saturation if not one.reason), default=0.0)
     drawn.add_column("model", overflow="fold", min_width=10)
-    for header in ("shots", "best step", "best", "final", "lost % [95%]", "saturated", "p"):
+    for header in ("shots", "best step", "lost % [95%]", "turned", "p", "seen from"):
         drawn.add_column(header, justify="right", no_wrap=True, min_width=5)
     for one in record.saturation:
         drawn.add_row(
             escape(one.model), "" if one.shots is None else str(one.shots), f"{one.best_step:,}",
-            f"{one.best_value:.4g}", f"{one.final_value:.4g}", escape(lost(one)), verdict(one),
+            escape(lost(one)), ANSWERS[one.outcome],
             "" if one.reason else f"{one.p_value:.2g}",
+            "" if one.reason else f"{one.smallest_rise_percent:.3g}%",
         )  # fmt: skip
     drawn.caption = (
-        f"Saturated: p < {record.level:g} for a curve that never turned, and at least "
-        f"{record.material_percent:g}% lost from the best checkpoint to the last."
+        f"Turned: p < {record.level:g} after Holm, over all curves, for curves that never turned with "
+        f"noise of neighbours correlated by up to {most:g}, and at least {record.material_percent:g}% lost "
+        "from the best checkpoint to the last. Seen from: a rise of this size is found nine times in ten."
     )
     drawn.caption_justify = "left"
     return drawn
@@ -141,22 +151,39 @@ def lost(one: Saturation) -> str:
     return f"{one.lost_percent:.1f}" + ("" if math.isnan(low) else f" [{low:.0f}, {high:.0f}]")
 
 
-def verdict(one: Saturation) -> str:
-    return "untested" if one.reason else "yes" if one.saturated else "no"
+def _open(one: Saturation) -> str:
+    """Why the test did not decide, or what would let it."""
+    if math.isnan(one.turned_up_to):
+        return ", the noise leaves open a loss of {:.0f} to {:.0f}%".format(*one.interval)
+    return (
+        f", by itself it turned if the noise of neighbouring checkpoints correlates by {one.turned_up_to:g} "
+        f"or less, and the points do not exclude {one.noise_correlation:g}"
+    )
 
 
 def findings(record: Record) -> list[str]:
-    """What stands beside the table: controls, the scaling law or why there is none, and what was assumed."""
-    lines = list(record.controls)
+    """What stands beside the table: what is undecided, controls, the scaling law, and what was assumed."""
+    from fullrank.results.series import UNDECIDED
+
+    lines = [
+        f"{one.model}{'' if one.shots is None else f' ({one.shots}-shot)'}: undecided"
+        + (f", {one.reason}" if one.reason else _open(one))
+        for one in record.saturation
+        if one.outcome == UNDECIDED
+    ]
+    lines += record.controls
     fit = record.scaling
     if fit is None:
         lines.append(f"no scaling law: {record.scaling_reason}")
     else:
         gaps = [
-            f"{point.model} {point.final_gap_percent.value:+.1f}%" for point in fit.points if not point.fitted
+            f"{point.model} {gap.value:+.1f}% [{gap.low:+.0f}, {gap.high:+.0f}]"
+            for point in fit.points
+            if not point.fitted and (gap := point.final_gap_percent)
         ]
         lines.append(
             f"scaling law: A = {fit.A.value:.4g}, alpha = {fit.alpha.value:.3g}, E = {fit.E.value:.3g}; "
-            f"final loss of the models left out against it: {', '.join(gaps) or 'none was left out'}"
+            "final loss of the models left out against it [95% of where one would lie]: "
+            + (", ".join(gaps) or "none was left out")
         )
     return [*lines, *record.notes, "cause is not shown: see the page"]

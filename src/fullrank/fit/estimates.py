@@ -52,17 +52,21 @@ def mean_and_error(values: Tensor, blocks: Tensor) -> tuple[float, float, int]:
             f"values {list(values.shape)} and blocks {list(blocks.shape)} differ, or are empty: one block "
             "number a value is expected"
         )
-    # Whatever device they were made on: a few thousand numbers.
-    values, blocks = values.double().cpu(), blocks.cpu()
-    centre = values.mean()
-    numbers, place = torch.unique(blocks, return_inverse=True)
-    count = len(numbers)
+    centre = values.double().mean()
+    excess, _ = block_sums(values.double() - centre, blocks)
+    count = len(excess)
     if count < 2:
         return float(centre), math.inf, count
-    excess = torch.zeros(count, dtype=torch.float64)
-    excess.index_add_(0, place, values - centre)
     error = (excess.square().sum() * count / (count - 1)).sqrt() / values.numel()
     return float(centre), float(error), count
+
+
+def block_sums(values: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the values and number of them in every block, [blocks] each."""
+    # Whatever device they were made on: a few thousand numbers.
+    values, blocks = values.double().cpu(), blocks.cpu()
+    numbers, place, counts = torch.unique(blocks, return_inverse=True, return_counts=True)
+    return torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, place, values), counts
 
 
 def around(centre: float, error: float, degrees: float) -> Estimate:

@@ -107,6 +107,9 @@ class Loss:
     bytes: int
     blocks: int
     by_position: tuple[PositionLoss, ...]
+    block_nats: tuple[float, ...] = ()
+    """Summed over each block of text, so that two models on the same text can be compared block by block."""
+    block_tokens: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

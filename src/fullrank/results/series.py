@@ -7,6 +7,10 @@ import typing
 
 from fullrank.results.diagnosis import Estimate
 
+TURNED, NOT_TURNED, UNDECIDED = "turned", "not turned", "undecided"
+ANSWERS = {TURNED: "yes", NOT_TURNED: "no", UNDECIDED: "undecided"}
+"""In the column of a table."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
@@ -25,6 +29,9 @@ class Curve:
     """None where there are none; where a single one is missing, the median of the others stands for it."""
     dropped: int
     """Values left out because they were not finite, or not positive where a logarithm is needed."""
+    paired_errors: tuple[float, ...] | None = None
+    """Of the difference to the checkpoint before, taken text block by text block (of the first: to the next);
+    None where the losses of the blocks are not known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +41,8 @@ class Saturation:
     model: str
     shots: int | None
     metric: str
-    saturated: bool
-    """p_value below the series' level, and a loss of at least its material_percent."""
+    outcome: str
+    """TURNED, NOT_TURNED or UNDECIDED."""
     best_step: int
     best_value: float
     final_step: int
@@ -45,17 +52,30 @@ class Saturation:
     interval: tuple[float, ...]
     """95% interval of lost_percent; nan where nothing tells how large the noise is."""
     p_value: float
-    """Of a curve that never turned showing a rise this clear, given the noise; 1 where too few points."""
+    """Of a curve that never turned showing a rise this clear; 1 where too few points."""
+    adjusted_p: float
+    """Holm's, over the curves of the call: this is held against the series' level."""
+    smallest_rise_percent: float
+    """The test finds a rise of this size nine times in ten; nan where there was no test."""
+    turned_up_to: float
+    """By itself, the curve would be said to have turned if the noise of neighbouring points correlated by no
+    more than this; nan where it would not even without correlation."""
     first_step: int
-    """The steep early phase is over here: 90% of the improvement, or all but eight points, lie before."""
+    """Points before belong to the steep beginning, and were left out."""
     points: int
     """That the test used, after pooling where there were very many."""
     noise_percent: float
     """One standard deviation of a point around the trend, of the best value; nan where not known."""
+    noise_correlation: float
+    """Of neighbouring points, as the test reckons with it; nan where not known."""
     noise_origin: str
-    """In words: standard errors, scatter around the trend, or both."""
+    """In words."""
     reason: str
     """Why the curve could not be tested; "" where it was."""
+
+    @property
+    def turned(self) -> bool:
+        return self.outcome == TURNED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +122,7 @@ class Series:
     """Everything `fullrank series` found."""
 
     kind: typing.ClassVar[str] = "series"
-    version: typing.ClassVar[int] = 1
+    version: typing.ClassVar[int] = 2
 
     source: str
     metric: str
@@ -111,7 +131,7 @@ class Series:
     saturation: tuple[Saturation, ...]
     """One entry a curve of the primary metric."""
     level: float
-    """Of the test: the share of curves that never turned and are called saturated all the same."""
+    """Of the test: the chance that any curve of the call that never turned is said to have."""
     material_percent: float
     """A smaller loss is not called saturation, however sure it is."""
     scaling: Scaling | None

@@ -72,7 +72,7 @@ class Training:
     """One run, finished or not."""
 
     kind: typing.ClassVar[str] = "training"
-    version: typing.ClassVar[int] = 1
+    version: typing.ClassVar[int] = 2
 
     name: str
     """Of the run's directory."""
@@ -126,6 +126,6 @@ class Trainings:
     """Several runs side by side."""
 
     kind: typing.ClassVar[str] = "trainings"
-    version: typing.ClassVar[int] = 1
+    version: typing.ClassVar[int] = 2
 
     runs: tuple[Training, ...]

@@ -1,6 +1,7 @@
 """Curves from hand-made diagnoses of checkpoints, and the steps in their names."""
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
@@ -91,8 +92,35 @@ def test_checkpoint_directories(tmp_path: Path) -> None:
     assert by_metric["effective_rank"].lower_is_better is None
     assert by_metric["last_layer_cosine"].standard_errors == pytest.approx([0.2 / 3.92] * 6)
     (one,) = found.saturation
-    assert (one.saturated, one.best_step) == (True, 4000)
+    assert (one.outcome, one.best_step) == ("undecided", 4000)
     assert found.notes == ()
+
+
+def test_checkpoints_are_paired_block_by_block(tmp_path: Path) -> None:
+    """Blocks that are hard for all checkpoints are no noise of their differences."""
+    generator = random.Random(0)
+    blocks = [generator.gauss(3.0, 1.0) for _ in range(50)]
+    own = {step: [generator.gauss(0.0, 0.01) for _ in blocks] for step in NATS}
+
+    def diagnose(model: str | Path, **rest: object) -> Diagnosis:
+        step = checkpoint_curves.step_of(Path(model).name) or 0
+        found = diagnosis(NATS[step], 1.0)
+        assert found.loss is not None
+        sums = [100 * (hard + extra) for hard, extra in zip(blocks, own[step], strict=True)]
+        loss = dataclasses.replace(found.loss, block_nats=tuple(sums), block_tokens=(100,) * 50)
+        return dataclasses.replace(found, loss=loss)
+
+    places = [tmp_path / "run" / f"step{step}" for step in NATS]
+    for place in places:
+        place.mkdir(parents=True)
+    found = series.run(places, text=(Path("t.txt"),), diagnose=diagnose)
+    errors = found.curves[0].paired_errors
+    assert errors is not None
+    assert len(errors) == len(NATS)
+    # sqrt(2) 0.01 over 50 blocks, where one checkpoint by itself has 1.0 over 50 blocks.
+    assert errors == pytest.approx([0.002] * len(NATS), rel=0.35)
+    assert all(one.paired_errors is None for one in found.curves[1:])
+    assert "block" in found.saturation[0].noise_origin
 
 
 def test_revisions_of_a_hub_model() -> None:
@@ -110,7 +138,7 @@ def test_names_without_steps_are_taken_in_order(tmp_path: Path) -> None:
     found, _ = diagnosed(list(places))
     assert found.curves[0].steps == (1, 2, 3)
     assert any("order given" in note for note in found.notes)
-    assert not found.saturation[0].saturated
+    assert found.saturation[0].outcome == "undecided"
     assert "3 usable points" in found.saturation[0].reason
 
 

@@ -29,7 +29,7 @@ def test_one_run_or_several_each_with_its_verdict(write_run: Write) -> None:
     assert isinstance(alone, Training)
     both = runs.trainings([turned, steady], seed=1)
     assert isinstance(both, Trainings)
-    verdicts = [run.saturation.saturated for run in both.runs if run.saturation is not None]
+    verdicts = [run.saturation.turned for run in both.runs if run.saturation is not None]
     assert verdicts == [True, False]
     assert alone.saturation is not None
     assert alone.saturation.best_step == 1200

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from fullrank.diagnose.series import saturation as module
-from fullrank.diagnose.series.saturation import saturation
-from fullrank.results.series import Curve
+from fullrank.diagnose.series.correlated_noise import autoregressive
+from fullrank.diagnose.series.saturation import difference, holm, saturation, saturations
+from fullrank.results.series import NOT_TURNED, TURNED, UNDECIDED, Curve
 
 # LAMBADA perplexity, EleutherAI/pythia evals, steps in thousands; every 10,000 steps from 13,000 on.
 STEPS = tuple(range(13, 144, 10))
@@ -87,132 +88,150 @@ def thousands(steps: tuple[int, ...]) -> list[int]:
     return [1000 * step for step in steps]
 
 
-@pytest.mark.parametrize("error", [0.042, None])
-def test_pythia_70m_turned_near_53000(error: float | None) -> None:
-    found = saturation(curve(thousands(STEPS), PYTHIA_70M, error))
-    assert found.saturated
+STEADY = 1000 * numpy.arange(1, 21)
+
+
+def vee(fall: float, rise: float, count: int = 20) -> numpy.ndarray:
+    """Down to the middle, and up."""
+    half = count // 2
+    return numpy.concatenate([numpy.linspace(fall, 0, half), numpy.linspace(0, rise, count - half)])
+
+
+def scattered(heights: numpy.ndarray, noise: float, seed: int = 0) -> numpy.ndarray:
+    return numpy.exp(3 + heights + noise * numpy.random.default_rng(seed).standard_normal(len(heights)))
+
+
+def test_pythia_70m_is_undecided_unless_its_noise_is_known_to_be_independent() -> None:
+    """It lost half, and noise of 14 checkpoints that wanders could have made that."""
+    found = saturation(curve(thousands(STEPS), PYTHIA_70M, 0.042))
+    assert found.outcome == UNDECIDED
     assert found.best_step == 53_000
     assert found.lost_percent == pytest.approx(100 * (142.4 / 94.32 - 1))
-    assert 20 < found.interval[0] < found.lost_percent < found.interval[1] < 90
+    assert found.turned_up_to >= 0.2
+    assert found.noise_correlation == 0.8
+    assert found.interval[0] < found.lost_percent < found.interval[1]
 
 
 @pytest.mark.parametrize("values", [PYTHIA_410M, PYTHIA_1B, PYTHIA_2800M], ids=["410m", "1b", "2.8b"])
-@pytest.mark.parametrize("error", [0.03, None])
-def test_larger_pythias_did_not_turn(values: tuple[float, ...], error: float | None) -> None:
-    found = saturation(curve(thousands(STEPS), values, error))
-    assert not found.saturated
+def test_larger_pythias_did_not_turn(values: tuple[float, ...]) -> None:
+    found = saturation(curve(thousands(STEPS), values))
+    assert found.outcome == NOT_TURNED
     assert found.reason == ""
+    assert found.interval[1] < found.smallest_rise_percent
 
 
 def test_early_phase_changes_nothing() -> None:
     """Steps 0, 1, 2, 4, ... of a model that has learnt nothing yet are neither noise nor a turn."""
     early = [0, *(2**power for power in range(10)), 1000, 3000]
     values = [3.5e6] * 9 + [2.9e6, 117_000, 4465, 411.7]
-    short = saturation(curve(thousands(STEPS), PYTHIA_70M, 0.042))
-    long = saturation(curve(early + thousands(STEPS), (*values, *PYTHIA_70M), 0.042))
-    assert long.saturated
-    assert (long.best_step, long.lost_percent) == (short.best_step, short.lost_percent)
+    short = saturation(curve(thousands(STEPS), PYTHIA_1B))
+    long = saturation(curve(early + thousands(STEPS), (*values, *PYTHIA_1B)))
+    assert long.outcome == short.outcome == NOT_TURNED
     assert long.first_step == 13_000
-    assert long.noise_percent == pytest.approx(short.noise_percent, rel=0.3)
+    assert long == dataclasses.replace(short, first_step=13_000)
 
 
-def test_few_points_with_standard_errors() -> None:
-    """Pythia 160m, five of its points, and 70m, four."""
-    found = saturation(curve(thousands((23, 63, 103, 133, 143)), (36.3, 24.8, 29.0, 44.9, 38.1), 0.04))
-    assert found.saturated
-    assert found.best_step == 63_000
-    assert "scatter" in found.noise_origin
-    assert saturation(curve(thousands((13, 53, 93, 143)), (136.3, 94.3, 140.5, 142.4), 0.042)).saturated
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("error", [0.04, None])
-def test_too_few_points_are_said(count: int, error: float | None) -> None:
-    found = saturation(curve(thousands((93, 123, 143))[:count], (24.1, 55.9, 32.2)[:count], error))
-    assert not found.saturated
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_too_few_points_are_undecided(count: int) -> None:
+    found = saturation(
+        curve(thousands((63, 93, 123, 133, 143))[:count], (30, 24.1, 55.9, 60, 32)[:count], 0.04)
+    )
+    assert found.outcome == UNDECIDED
     assert f"{count} usable" in found.reason
     assert found.p_value == 1.0
-    assert found.best_step == 93_000
-    assert math.isnan(found.interval[0]) == (error is None)
+    assert math.isnan(found.interval[0])
 
 
 def test_no_points() -> None:
     found = saturation(curve((), ()))
-    assert not found.saturated
+    assert found.outcome == UNDECIDED
     assert found.reason
+
+
+@pytest.mark.parametrize("error", [None, 0.002, 0.014, 0.1])
+def test_errors_that_checkpoints_share_hide_no_rise(error: float | None) -> None:
+    found = saturation(curve(STEADY, scattered(vee(0.2, 0.04), 0.002), error))
+    assert found.outcome == TURNED
+    assert 8_000 <= found.best_step <= 12_000
+
+
+def test_paired_errors_count_as_noise() -> None:
+    """What differs between checkpoints, block by block, is noise of the difference."""
+    one = curve(STEADY, scattered(vee(0.2, 0.04), 0.002))
+    sure, unsure = (
+        saturation(dataclasses.replace(one, paired_errors=tuple(share * value for value in one.values)))
+        for share in (0.001, 0.03)
+    )
+    assert sure.outcome == TURNED
+    assert unsure.outcome != TURNED
+    assert unsure.noise_percent > 3 * sure.noise_percent
+    assert "block" in sure.noise_origin
 
 
 def test_scatter_counts_as_noise() -> None:
     """The same rise is a turn on a smooth curve, and none where checkpoints scatter by as much."""
-    steps = numpy.arange(1, 21) * 1000
-    trend = numpy.concatenate([numpy.linspace(0.3, 0, 10), numpy.linspace(0, 0.15, 10)])
-    zigzag = 0.15 * (-1.0) ** numpy.arange(20)
-    smooth, rough = (saturation(curve(steps, numpy.exp(3 + part), 0.01)) for part in (trend, trend + zigzag))
-    assert smooth.saturated
-    assert not rough.saturated
+    smooth, rough = (saturation(curve(STEADY, scattered(vee(0.3, 0.15), noise))) for noise in (0.003, 0.15))
+    assert smooth.outcome == TURNED
+    assert rough.outcome != TURNED
     assert rough.noise_percent > 5 * smooth.noise_percent
 
 
-def test_standard_errors_count_as_noise() -> None:
-    """A smooth rise is no turn where each value is that uncertain."""
-    steps = numpy.arange(1, 21) * 1000
-    values = numpy.exp(numpy.concatenate([numpy.linspace(0.3, 0, 10), numpy.linspace(0, 0.05, 10)]))
-    assert saturation(curve(steps, values, 0.005)).saturated
-    assert not saturation(curve(steps, values, 0.1)).saturated
+def test_a_swing_after_the_turn_is_no_noise() -> None:
+    """A curve that went up and came half way back has turned as well as one that went half way up."""
+    swing = numpy.array([0, 0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.6, 0.3, 0.3])
+    before = numpy.linspace(0.5, 0, 10)
+    found = saturation(curve(STEADY, scattered(numpy.concatenate([before, swing]), 0.01)))
+    assert found.outcome == TURNED
+    assert found.noise_percent < 15
 
 
-@pytest.mark.parametrize("place", [3, 8, 12, 13])
-@pytest.mark.parametrize("error", [0.01, None])
-def test_one_spike_is_no_turn(place: int, error: float | None) -> None:
-    random = numpy.random.default_rng(place)
-    heights = -0.2 * numpy.log(numpy.arange(1, 16)) + 0.01 * random.standard_normal(15)
+@pytest.mark.parametrize("place", [3, 8, 12, 13, 14])
+def test_one_spike_is_no_turn(place: int) -> None:
+    heights = -0.2 * numpy.log(numpy.arange(1, 16))
     heights[place] += 0.5
-    assert not saturation(curve(range(1000, 16000, 1000), numpy.exp(heights), error)).saturated
+    found = saturation(curve(range(1000, 16000, 1000), scattered(heights, 0.01, place)))
+    assert found.outcome != TURNED
 
 
 def test_recovered_curve_lost_nothing() -> None:
-    heights = [3, 2, 1, 1.2, 1.4, 1.4, 1.2, 1.0, 0.99, 0.98]
-    found = saturation(curve(range(1, 11), numpy.exp(heights), 0.01))
-    assert not found.saturated
+    heights = numpy.array([3, 2, 1, 1.2, 1.4, 1.4, 1.2, 1.0, 0.99, 0.98])
+    found = saturation(curve(range(1, 11), numpy.exp(heights)))
+    assert found.outcome != TURNED
     assert found.lost_percent == 0
     assert found.best_step == 10
 
 
 def test_a_sure_rise_that_is_too_small_is_not_material() -> None:
-    heights = numpy.concatenate([numpy.linspace(0.1, 0, 15), numpy.linspace(0, 0.01, 15)])
-    found = saturation(curve(range(1, 31), numpy.exp(heights), 0.0005))
+    found = saturation(curve(range(1, 31), scattered(vee(0.1, 0.01, 30), 0.0002)))
     assert found.p_value < module.LEVEL
-    assert not found.saturated
+    assert found.outcome == NOT_TURNED
 
 
 def test_accuracy_turns_downwards() -> None:
-    values = numpy.concatenate([numpy.linspace(0.2, 0.4, 10), numpy.linspace(0.4, 0.3, 10)])
-    found = saturation(curve(range(1, 21), values, 0.01, lower_is_better=False))
-    assert found.saturated
-    assert found.lost_percent == pytest.approx(25)
-    assert found.best_value == pytest.approx(0.4)
-    assert not saturation(curve(range(1, 11), numpy.linspace(0.2, 0.4, 10), 0.01, False)).saturated
-    assert not saturation(curve(range(1, 11), numpy.zeros(10), None, False)).saturated
+    values = 0.4 - vee(0.2, 0.1) + 0.002 * numpy.random.default_rng(0).standard_normal(20)
+    found = saturation(curve(STEADY, values, None, lower_is_better=False))
+    assert found.outcome == TURNED
+    assert found.lost_percent == pytest.approx(25, abs=2)
+    assert found.best_value == values.max()
+    assert saturation(curve(range(1, 11), numpy.linspace(0.2, 0.4, 10), None, False)).outcome == NOT_TURNED
+    assert saturation(curve(range(1, 11), numpy.zeros(10), None, False)).outcome != TURNED
 
 
 def test_constant_and_smooth_curves() -> None:
     for values in (numpy.full(12, 7.0), numpy.geomspace(9, 3, 12)):
-        for error in (None, 0.01):
-            found = saturation(curve(range(1, 13), values, error))
-            assert not found.saturated
-            assert found.p_value > 0.5
-            assert found.lost_percent == 0
-    rising = saturation(curve(range(1, 13), numpy.geomspace(3, 9, 12), 0.02))
-    assert rising.saturated
+        found = saturation(curve(range(1, 13), values))
+        assert found.outcome == NOT_TURNED
+        assert found.p_value > 0.2
+        assert found.lost_percent == 0
+    rising = saturation(curve(range(1, 13), numpy.geomspace(3, 9, 12)))
+    assert rising.outcome == TURNED
     assert rising.best_step == 1
 
 
 def test_very_long_curves_are_pooled() -> None:
-    random = numpy.random.default_rng(0)
     heights = numpy.concatenate([numpy.linspace(1, 0, 3000), numpy.linspace(0, 0.2, 2000)])
-    values = numpy.exp(heights + 0.1 * random.standard_normal(5000))
-    found = saturation(curve(range(5000), values))
-    assert found.saturated
+    found = saturation(curve(range(5000), scattered(heights, 0.1)))
+    assert found.outcome == TURNED
     assert found.points <= module.MOST_POINTS
     assert 2500 < found.best_step < 3500
     assert found.interval[0] < 100 * math.expm1(0.2) < found.interval[1]
@@ -225,79 +244,70 @@ def test_same_seed_same_answer() -> None:
     assert saturation(one, seed=3).interval != saturation(one, seed=4).interval
 
 
+def test_holm() -> None:
+    assert holm([]) == []
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_many_curves_must_be_clearer() -> None:
+    """One alarm among all curves of a call is as rare as one for a single curve."""
+    one = curve(STEADY, scattered(vee(0.2, 0.04), 0.002))
+    others = [curve(STEADY, scattered(numpy.linspace(0.3, 0, 20), 0.01, seed)) for seed in range(1, 20)]
+    alone, among = saturation(one), saturations([one, *others])[0].record
+    assert among.p_value == alone.p_value
+    assert among.adjusted_p == pytest.approx(20 * alone.p_value)
+    assert among.smallest_rise_percent > alone.smallest_rise_percent
+
+
+def test_a_difference_is_tested_as_one() -> None:
+    heights = [vee(0.3, rise) for rise in (0.25, 0.25, 0.0)]
+    first, same, level = saturations(
+        [curve(STEADY, scattered(one, 0.005, seed)) for seed, one in enumerate(heights)]
+    )
+    low, high, p_value = difference(first, level)
+    assert 0 < low < 100 * math.expm1(0.25) < high
+    assert p_value < 0.01
+    low, high, p_value = difference(first, same)
+    assert low < 0 < high
+    assert p_value > 0.05
+
+
 @given(
-    heights=some.lists(some.floats(-3, 3), min_size=1, max_size=12),
-    error=some.one_of(some.none(), some.floats(1e-6, 1.0)),
+    heights=some.lists(some.floats(-3, 3), min_size=1, max_size=8),
     lower=some.booleans(),
 )
-def test_any_curve_has_a_sane_answer(heights: list[float], error: float | None, lower: bool) -> None:
+def test_any_curve_has_a_sane_answer(heights: list[float], lower: bool) -> None:
     values = numpy.exp(heights)
-    found = saturation(curve(range(len(values)), values, error, lower))
+    found = saturation(curve(range(len(values)), values, None, lower))
     best = values.min() if lower else values.max()
-    assert found.best_value == best
+    assert found.best_value == pytest.approx(best)
     assert found.lost_percent == pytest.approx(100 * abs(values[-1] / best - 1), abs=1e-6)
-    assert 0 < found.p_value <= 1
+    assert 0 < found.p_value <= found.adjusted_p <= 1
     if not math.isnan(found.interval[0]):
         assert 0 <= found.interval[0] <= found.lost_percent + 1e-9 <= found.interval[1] + 2e-9
-    assert not (found.saturated and found.lost_percent < module.MATERIAL_PERCENT)
+    assert not (found.turned and found.lost_percent < module.MATERIAL_PERCENT)
 
 
-def _rate(trend: numpy.ndarray, noise: float, error: float | None, count: int) -> float:
-    steps = numpy.linspace(3000, 143_000, len(trend))
-    random = numpy.random.default_rng(11)
-    draws = numpy.exp(3 + trend + noise * random.standard_normal((count, len(trend))))
-    return float(
-        numpy.mean(
-            [saturation(curve(steps, row, error), seed=seed).saturated for seed, row in enumerate(draws)]
-        )
-    )
+@pytest.mark.parametrize(("correlation", "most"), [(0.5, 2), (0.8, 3)])
+def test_false_alarms_are_rare_where_noise_is_correlated(correlation: float, most: int) -> None:
+    """Of 80 level curves, on which alarms are most frequent: 2% and a little for the luck of the draw.
+
+    With independent noise assumed there are 8 to 30. `benchmarks/series_calibration.py` has thousands.
+    """
+    drawn = 0.02 * autoregressive(numpy.random.default_rng(7), 80, 14, correlation)
+    assert sum(saturation(curve(thousands(STEPS), numpy.exp(row))).p_value < 0.01 for row in drawn) <= most
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The least number whose smallest p-values still straddle the level.
-    monkeypatch.setattr(module, "SIMULATIONS", 150)
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("shape", "noise", "error", "most"),
-    [
-        # 300 tests of a curve take two seconds: the easier cases are slow ones.
-        pytest.param("level", 0.02, 0.02, 0.03, marks=pytest.mark.slow),
-        pytest.param("level", 0.02, None, 0.03, marks=pytest.mark.slow),
-        ("plateau", 0.02, None, 0.03),
-        # The hardest case: level, and scatter that the standard errors know nothing of.
-        ("level", 0.03, 0.02, 0.06),
-        pytest.param("falling", 0.03, 0.02, 0.01, marks=pytest.mark.slow),
-    ],
-)
-def test_false_alarms_are_rare(shape: str, noise: float, error: float | None, most: float) -> None:
-    """Of 300 curves that never turned, at level 0.01."""
-    way = numpy.log(numpy.linspace(3000, 143_000, 14) / 3000)
-    trend = {"level": 0 * way, "plateau": numpy.maximum(-0.8 * way, -1.5), "falling": -0.3 * way}[shape]
-    assert _rate(trend, noise, error, 300) <= most
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("error", "least"), [(0.02, 0.9), (None, 0.7)])
-def test_planted_turns_are_found(error: float | None, least: float) -> None:
-    """Of 10% with 2% noise: down to the middle of 20 checkpoints, and back up."""
-    trend = numpy.concatenate([numpy.linspace(0.4, 0, 10), numpy.linspace(0, math.log(1.1), 10)])
-    assert _rate(trend, 0.02, error, 60) >= least
-
-
-@pytest.mark.usefixtures("quick")
-def test_interval_covers_the_planted_loss() -> None:
-    trend = numpy.concatenate([numpy.linspace(0.4, 0, 10), numpy.linspace(0, 0.2, 10)])
-    random = numpy.random.default_rng(5)
-    truth = 100 * math.expm1(0.2)
-    inside = 0
-    for seed in range(60):
-        values = numpy.exp(3 + trend + 0.03 * random.standard_normal(20))
-        low, high = saturation(curve(range(1000, 21000, 1000), values, 0.03), seed=seed).interval
-        inside += low <= truth <= high
-    assert inside >= 52
+@pytest.mark.parametrize("error", [None, 0.014])
+def test_planted_turns_are_found(error: float | None) -> None:
+    """Of 4% with 0.2% scatter: down to the middle of 14 checkpoints, and back up."""
+    found = [
+        saturation(curve(thousands(STEPS), scattered(vee(0.2, 0.04, 14), 0.002, seed), error))
+        for seed in range(40)
+    ]
+    assert sum(one.turned for one in found) >= 36
+    truth = 100 * math.expm1(0.04)
+    assert sum(one.interval[0] <= truth <= one.interval[1] for one in found) >= 36
 
 
 def test_record_is_plain() -> None:

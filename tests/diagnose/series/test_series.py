@@ -10,9 +10,10 @@ import pytest
 from fullrank.diagnose.series import series
 from fullrank.diagnose.series.scaling import predict
 from fullrank.errors import FullrankError
+from fullrank.results.series import NOT_TURNED, TURNED
 
-FALLING = (40.0, 30.0, 25.0, 22.0, 20.0, 19.0, 18.5, 18.2)
-TURNING = (40.0, 30.0, 25.0, 24.0, 26.0, 30.0, 34.0, 36.0)
+FALLING = (40.0, 32.1, 28.0, 25.3, 23.4, 22.0, 20.8, 20.0, 19.2, 18.6, 18.1, 17.6, 17.2, 16.8)
+TURNING = (40.0, 32.1, 28.0, 25.9, 24.5, 24.0, 25.4, 27.1, 28.4, 30.1, 31.4, 33.1, 34.4, 36.0)
 
 
 def file_of(
@@ -30,9 +31,9 @@ def file_of(
 
 def test_one_entry_a_curve(tmp_path: Path) -> None:
     found = series.run([file_of(tmp_path, {"a-70m": TURNING, "a-1b": FALLING})])
-    assert [(one.model, one.shots, one.saturated, one.best_step) for one in found.saturation] == [
-        ("a-70m", 0, True, 4000),
-        ("a-1b", 0, False, 8000),
+    assert [(one.model, one.shots, one.outcome, one.best_step) for one in found.saturation] == [
+        ("a-70m", 0, TURNED, 6000),
+        ("a-1b", 0, NOT_TURNED, 14_000),
     ]
     assert found.saturation[0].lost_percent == pytest.approx(50)
     assert found.metric == "ppl"
@@ -51,10 +52,10 @@ def test_variants_of_one_size_are_put_side_by_side(tmp_path: Path) -> None:
     }
     first, second = series.run([file_of(tmp_path, curves, shots="5")]).controls
     assert "p-70m and p-70m-deduped (5-shot)" in first
-    assert "agree within the intervals" in first
+    assert "Noise can have made the difference of +0.0 points" in first
     assert "p-70m and p-70m-0.25MtokBS (5-shot)" in second
-    assert "p-70m turned after step 4,000 and lost 50.0%" in second
-    assert "p-70m-0.25MtokBS shows no turn" in second
+    assert "p-70m turned after step 6,000 and lost 50.0%" in second
+    assert "p-70m-0.25MtokBS did not turn" in second
     assert "width alone does not explain the difference" in second
 
 
@@ -89,7 +90,7 @@ def losses(tmp_path: Path, metric: str, change: object = float) -> Path:
 
 
 def test_scaling_law_of_losses(tmp_path: Path) -> None:
-    found = series.run([losses(tmp_path, "val_loss")], tokens_per_step=2**21)
+    found = series.run([losses(tmp_path, "val_loss")], tokens_per_step=2**21, web_text=True)
     assert found.scaling_reason == ""
     assert found.scaling is not None
     assert found.scaling.alpha.value == pytest.approx(0.246, rel=1e-3)
@@ -103,34 +104,49 @@ def test_scaling_law_of_perplexities_is_free(tmp_path: Path) -> None:
     assert found.scaling is not None
     assert found.scaling.fixed == ()
     assert found.scaling.points[-1].final == pytest.approx(law(1.2e10, 143_000 * 2**21))
-    assert "do not hold" in found.scaling.note
+    assert "E was fitted" in found.scaling.note
     few = series.run([losses(tmp_path, "ppl", math.exp)], tokens_per_step=2**21, fit_from=2e9)
     assert few.scaling is None
-    assert "3 sizes" in few.scaling_reason
+    assert "3 models of 3 sizes" in few.scaling_reason
 
 
 def test_columns_of_parameters_and_tokens_rule(tmp_path: Path) -> None:
     path = tmp_path / "curves.csv"
     rows = [
-        f"{name},7,{law(size, 1e11)},{size},1e11" for name, size in (("a", 5e8), ("b", 1e9), ("c-1b", 2e9))
+        f"{name},7,{law(size, 1e11)},{size},1e11"
+        for name, size in (("a", 5e8), ("b", 1e9), ("c-1b", 2e9), ("d", 4e9))
     ]
     path.write_text("\n".join(["model,step,loss,parameters,tokens", *rows]) + "\n")
-    found = series.run([path])
+    found = series.run([path], web_text=True)
     assert found.scaling is not None
-    assert [point.parameters for point in found.scaling.points] == [5e8, 1e9, 2e9]
+    assert [point.parameters for point in found.scaling.points] == [5e8, 1e9, 2e9, 4e9]
     assert found.scaling.alpha.value == pytest.approx(0.246, rel=1e-3)
     assert "names" not in found.scaling.note
 
 
 def test_batch_in_a_name_is_understood(tmp_path: Path) -> None:
     path = tmp_path / "curves.csv"
-    runs = (("p-1b", 143_000, 1e9), ("p-410m", 143_000, 4.1e8), ("p-410m-0.25MtokBS", 1_144_000, 4.1e8))
+    runs = (
+        ("p-1b", 143_000, 1e9),
+        ("p-2b", 143_000, 2e9),
+        ("p-410m", 143_000, 4.1e8),
+        ("p-410m-0.25MtokBS", 1_144_000, 4.1e8),
+    )
     rows = [f"{name},{step},{law(size, 3e11)}" for name, step, size in runs]
     path.write_text("\n".join(["model,step,loss", *rows]) + "\n")
-    found = series.run([path], tokens_per_step=2**21)
+    found = series.run([path], tokens_per_step=2**21, web_text=True)
     assert found.scaling is not None
     assert {point.tokens for point in found.scaling.points} == {143_000 * 2**21}
     assert "p-410m-0.25MtokBS" in found.scaling.note
+
+
+def test_the_floor_of_web_text_is_for_those_who_ask(tmp_path: Path) -> None:
+    found = series.run([losses(tmp_path, "val_loss")], tokens_per_step=2**21)
+    assert found.scaling is not None
+    assert found.scaling.fixed == ()
+    assert found.scaling.E.value != 1.69
+    with pytest.raises(FullrankError, match="leave out --web-text"):
+        series.run([losses(tmp_path, "ppl")], tokens_per_step=2**21, web_text=True)
 
 
 def test_accuracies_have_no_law(tmp_path: Path) -> None:
@@ -146,7 +162,7 @@ def test_unknown_direction_is_assumed_and_said(tmp_path: Path) -> None:
     with pytest.raises(FullrankError, match="choose with --metric"):
         series.run([path])
     found = series.run([path], metric="gap")
-    assert found.saturation[0].saturated
+    assert found.saturation[0].turned
     assert any("lower gap was taken to be better" in note for note in found.notes)
 
 

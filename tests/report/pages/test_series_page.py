@@ -11,7 +11,7 @@ from fullrank.report.charts import series_charts as charts
 from fullrank.report.charts.theme import DARK, NARROW, WIDE
 from fullrank.report.pages.series_page import series_page
 from fullrank.results import Estimate, Provenance, Series
-from fullrank.results.series import Curve, Saturation, Scaling, ScalingPoint
+from fullrank.results.series import NOT_TURNED, TURNED, Curve, Saturation, Scaling, ScalingPoint
 
 
 def curve(model: str, values: tuple[float, ...], *, metric: str = "ppl", errors: bool = True) -> Curve:
@@ -25,10 +25,12 @@ def curve(model: str, values: tuple[float, ...], *, metric: str = "ppl", errors:
 def found(one: Curve, **changes: object) -> Saturation:
     best = min(one.values, default=math.nan)
     record = Saturation(
-        model=one.model, shots=one.shots, metric=one.metric, saturated=False,
+        model=one.model, shots=one.shots, metric=one.metric, outcome=NOT_TURNED,
         best_step=one.steps[one.values.index(best)] if one.steps else 0, best_value=best,
         final_step=one.steps[-1] if one.steps else 0, final_value=one.values[-1] if one.values else math.nan,
-        lost_percent=37.25, interval=(11.5, 63.5), p_value=0.0321, first_step=0, points=len(one.steps),
+        lost_percent=37.25, interval=(11.5, 63.5), p_value=0.0321, adjusted_p=0.0642,
+        smallest_rise_percent=77.5, turned_up_to=math.nan, noise_correlation=0.8, first_step=0,
+        points=len(one.steps),
         noise_percent=4.25, noise_origin="standard errors", reason="",
     )  # fmt: skip
     return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
@@ -58,7 +60,7 @@ def record() -> Series:
     return Series(
         source="curves.csv", metric="ppl",
         curves=(steady, turned, curve("p-1b", (0.0, 0.2, 0.4, 0.5), metric="sciq_acc", errors=False)),
-        saturation=(found(steady), found(turned, saturated=True, p_value=0.001, lost_percent=51.0)),
+        saturation=(found(steady), found(turned, outcome=TURNED, p_value=0.001, lost_percent=51.0)),
         level=0.01, material_percent=2.0, scaling=LAW, scaling_reason="",
         controls=("p-70m and p-70m-deduped share the size",), notes=("2 values were left out",),
     )  # fmt: skip
@@ -66,7 +68,8 @@ def record() -> Series:
 
 def test_page_holds_every_figure(record: Series, made: Provenance) -> None:
     html = unescape(fullrank.report.render(record, made))
-    for words in ("94.3", "142.4", "0.032", "12 to 64", "1,000", "8.12", "119", "0.246", "410.7", "1.69",
+    for words in ("94.3", "142.4", "0.032", "0.064", "77.5", "12 to 64", "1,000", "8.12", "119", "0.246",
+                  "410.7", "1.69",
                   "share the size", "2 values were left out", "read from the names", "sciq_acc"):  # fmt: skip
         assert words in html, words
     assert "1 of 2 curves turned" in html
@@ -88,7 +91,7 @@ def test_marks_and_colours(record: Series, width: int) -> None:
     assert len(drawn["concat"]) == 2
     for panel, (one, verdict) in zip(drawn["concat"], pairs, strict=True):
         rows = {layer["mark"]["type"]: layer["data"]["values"] for layer in panel["layer"] if "data" in layer}
-        colour = charts.TURNED if verdict.saturated else charts.STEADY
+        colour = charts.TURNED if verdict.turned else charts.STEADY
         assert {layer["mark"]["stroke"] for layer in panel["layer"] if layer["mark"]["type"] == "line"} == {
             colour
         }

@@ -23,6 +23,7 @@ def loss(losses: Tensor, sizes: Tensor, positions: Tensor, blocks: Tensor) -> Lo
     nats = estimates.mean(losses, blocks)
     _, error, count = estimates.mean_and_error(losses, blocks)
     total = float(sizes.sum())
+    sums, counts = estimates.block_sums(losses, blocks)
     per_byte = losses.numel() / total / math.log(2) if total else math.nan
     return Loss(
         nats_per_token=nats,
@@ -33,6 +34,8 @@ def loss(losses: Tensor, sizes: Tensor, positions: Tensor, blocks: Tensor) -> Lo
         bytes=int(total),
         blocks=count,
         by_position=_by_position(losses, positions, blocks),
+        block_nats=tuple(sums.tolist()),
+        block_tokens=tuple(counts.tolist()),
     )
 
 

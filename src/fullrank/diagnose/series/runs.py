@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fullrank.diagnose.series import curves
-from fullrank.diagnose.series.saturation import saturation
+from fullrank.diagnose.series.saturation import saturation, saturations
 from fullrank.errors import FullrankError
 from fullrank.results.training import Training, Trainings
 from fullrank.results.training_log import is_run, read_log
@@ -36,10 +36,15 @@ def trainings(
     seed: int = 0,
 ) -> Training | Trainings:
     """The records of training runs from their logs, each with the test of its validation loss."""
-    found = []
+    read = []
     for place, source in enumerate(sources):
         progress(f"reading {Path(source).name}", place / len(sources))
-        found.append(judged(read_log(Path(source)), seed=seed))
+        read.append(read_log(Path(source)))
+    answers = saturations([curves.validation(run) for run in read], seed=seed)
+    found = [
+        dataclasses.replace(run, saturation=answer.record if run.validation() else None)
+        for run, answer in zip(read, answers, strict=True)
+    ]
     progress("done", 1.0)
     return found[0] if len(found) == 1 else Trainings(runs=tuple(found))
 

@@ -1,298 +1,305 @@
 """Saturation: did a loss curve turn before its end, where, and how much was lost since?
 
 Small models trained for long can get worse (Godey et al. 2024, arXiv:2404.07647). With y the curve (the
-logarithm of a loss or perplexity, minus an accuracy) and v the variance of a point, the test compares two
-shapes of trend by least squares,
+logarithm of a loss or perplexity, minus an accuracy), the test compares the rise at its end with its noise,
 
-    T = (RSS(never rises) - RSS(falls, then rises)) / phi,        RSS = sum_i (y_i - f_i)^2 / v_i,
+    ratio = rise / sqrt(scale² + paired² / 2),
 
-where both f are isotonic fits: no other form is assumed. Two kinds of noise enter. v_i is the squared
-standard error of an evaluation, where there are any (else 1). phi is how much more than that the checkpoints
-scatter around a trend. It is the lesser of two estimates, either of which tends to be too large: what is left
-of the fit that falls and then rises, over its degrees of freedom, which counts a bump as noise,
+rise and scale as `correlated_noise.py` defines them, and the p-value is the share of level curves with noise
+of the same correlation whose ratio is as large. Three answers are possible:
 
-    (PRIOR phi_0 + RSS(falls, then rises)) / (PRIOR + points - levels of the fit),
+    turned       p below LEVEL over all curves of the call, and at least MATERIAL_PERCENT lost
+    not turned   and the interval excludes a loss that the test would have found nine times in ten, and one
+                 of OPEN_PERCENT
+    undecided    neither; or the points are too few
 
-and, after the steep early phase, the mean square of what linear interpolation between a point's neighbours in
-log step misses, phi_0, which counts curvature as noise. With standard errors phi is at least 1. Fewer than
-`LATE_POINTS` points tell little of scatter, and curvature is most of what interpolation misses: then standard
-errors are nearly taken at their word, with phi_0 = 1.
+Over the curves of a call p-values are Holm's: each curve is read by itself, as "this model turned", so the
+chance of one false alarm among all of them is what must be small. The correlation is an upper confidence
+value; `turned_up_to` says for which lower ones the curve, by itself, would be said to have turned.
 
-The p-value is the share of simulated curves with a never-rising trend and this noise whose T, phi estimated
-anew, is as large. The turn is searched among as many points and the noise estimated from as few, so that
-neither makes false alarms. Without standard errors running medians of three go into T, so that no single
-checkpoint that stands out makes a turn, the last one included; with them, what stands out in the middle makes
-phi large, and the last point is as sure as its standard error says.
+Standard errors of evaluations are no noise here. Checkpoints of one model answer the same test items, so that
+most of such an error is common to all checkpoints and drops out of their differences; what does not, scatters
+and is seen as scatter. Where the losses of the text are at hand, as for checkpoints that are measured here,
+`paired` is the standard error of a difference, taken block by block, and adds to the noise.
 
-The interval of the loss is a bootstrap around the falling-then-rising fit below, which allows for the best
-of many noisy points looking better than it is, and the error of a plain difference above.
+The interval of the loss is that of the difference between two points under this noise, with the uncertainty
+of its scale, after taking off how much better than it is the best of many noisy points looks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import numpy
 import numpy.typing
 
-from fullrank.results.series import Curve, Saturation
+from fullrank.diagnose.series import correlated_noise as noise
+from fullrank.results.series import NOT_TURNED, TURNED, UNDECIDED, Curve, Saturation
 
 Array = numpy.typing.NDArray[numpy.float64]
 
 LEVEL = 0.01
 MATERIAL_PERCENT = 2.0
 """Less than this is no loss worth the name, however many points prove it."""
-FEWEST_POINTS = 4
+OPEN_PERCENT = 25.0
+"""An interval that reaches this loss leaves open whether the curve turned."""
 EARLY_SHARE = 0.9
-"""The early phase is over at the first point with this share of the improvement behind it ..."""
-LATE_POINTS = 8
-"""... or earlier, where fewer than these many points would be left."""
+"""The early phase is over, at the latest, at the first point with this share of the improvement behind."""
+LATE_POINTS = 12
+STEEP = 1.3
+"""Early points go, while LATE_POINTS are left, if they make the scale so many times larger ..."""
+FEWEST_LATE = 8
+STEEPEST = 5.0
+"""... and, while FEWEST_LATE are left, if they make it so many times larger."""
+EARLY_FALL = 50.0
+"""There is an early phase only where the curve fell by so many times its scale."""
 MOST_POINTS = 60
 """Longer curves are pooled: neighbouring checkpoints then say nothing new, and simulations take time."""
-PRIOR = 2.0
-"""Pseudo-points that keep phi from 0 where the fit goes through every point."""
-LEVELLED = 3.0
-"""Steps of the simulated trend smaller than so many standard deviations are levelled out."""
-SIMULATIONS = 1000
-# Relative: below this, differences are rounding errors of whoever wrote the file.
-SMALLEST_NOISE = 1e-6
+DRAWS = 4000
+"""For the interval of the loss."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Design:
-    """Where the points are and how noisy they are known to be."""
+class Tested:
+    """What the test found of one curve, and what a comparison of two curves needs."""
 
-    place: Array
-    """Log step."""
-    variance: Array
-    """Of a point, by its standard error; all 1 without standard errors."""
-    known: bool
-    """Whether there are standard errors."""
+    record: Saturation
+    losses: Array
+    """Percent lost, as far as noise leaves it open: DRAWS of them, or none where there was no test."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Points:
+    """A curve as the test sees it: lower is better, long ones pooled."""
+
+    curve: Curve
+    steps: Array
+    heights: Array
+    paired: float
+    """Standard error of a difference between two checkpoints, in units of height."""
+    first: int
+    """Where the steep beginning is over."""
+    measured: noise.Measured | None
+    """From there on; None where the points are too few."""
+
+    @property
+    def relative(self) -> bool:
+        """Whether heights are logarithms."""
+        return self.curve.lower_is_better is not False
+
+    @property
+    def design(self) -> tuple[float, ...]:
+        return tuple(self.steps[self.first :].tolist())
+
+    def percent(self, rise: Array | float) -> Array:
+        """A rise as a share of the best value."""
+        if self.relative:
+            return numpy.asarray(100 * numpy.expm1(numpy.minimum(rise, 700.0)))
+        best = -self.heights.min()
+        return 100 * numpy.asarray(rise) / best if best > 0 else numpy.zeros_like(rise)
 
 
 def saturation(curve: Curve, *, seed: int = 0) -> Saturation:
     """Test one curve; deterministic for a seed."""
-    relative = curve.lower_is_better is not False
-    values = numpy.array(curve.values, dtype=float)
-    steps = numpy.array(curve.steps, dtype=float)
-    heights = numpy.log(values) if relative else -values
-    errors = None
-    if curve.standard_errors is not None:
-        errors = numpy.array(curve.standard_errors, dtype=float) / (values if relative else 1.0)
-    groups = math.ceil(len(heights) / MOST_POINTS) if len(heights) else 1
-    if groups > 1:
-        steps, heights, errors = _pooled(steps, heights, errors, groups)
-        values = numpy.exp(heights) if relative else -heights
-    if not len(heights):
-        return _untested(curve, reason="no usable value")
+    return saturations([curve], seed=seed)[0].record
 
-    best, last = int(heights.argmin()), len(heights) - 1
 
-    def percent(rise: Array | float) -> Any:
-        """A rise of `heights` as a share of the best value."""
-        if relative:
-            return 100 * numpy.expm1(rise)
-        return 100 * numpy.asarray(rise) / values[best] if values[best] > 0 else numpy.zeros_like(rise)
+def saturations(curves: Sequence[Curve], *, seed: int = 0) -> list[Tested]:
+    """Test the curves of one call, which share the chance of an alarm."""
+    points = [_points(curve) for curve in curves]
+    able = [place for place, one in enumerate(points) if one.measured is not None]
+    found = [Tested(record=_outline(one), losses=numpy.zeros(0)) for one in points]
+    if not able:
+        return found
+    for place in able:
+        found[place] = _tested(points[place], found[place].record, (seed, place))
+    adjusted = holm([found[place].record.p_value for place in able])
+    # Holm holds a curve that is not among the alarms against this.
+    level = LEVEL / max(sum(p >= LEVEL for p in adjusted), 1)
+    for place, p in zip(able, adjusted, strict=True):
+        record = _decided(points[place], found[place].record, p, level, seed)
+        found[place] = dataclasses.replace(found[place], record=record)
+    return found
 
-    found: dict[str, Any] = {
-        "model": curve.model,
-        "shots": curve.shots,
-        "metric": curve.metric,
-        "best_step": int(steps[best]),
-        "best_value": float(values[best]),
-        "final_step": int(steps[last]),
-        "final_value": float(values[last]),
-        "lost_percent": float(percent(heights[last] - heights[best])),
-    }
-    early = int(_early(heights[None])[0])
-    found |= {"first_step": int(steps[early]), "points": len(heights)}
-    if len(heights) < FEWEST_POINTS:
-        spread = math.nan if errors is None else math.hypot(errors[-1], errors[heights.argmin()])
-        rise = float(heights[-1] - heights.min())
-        return Saturation(
-            **found,
-            saturated=False,
-            interval=_interval(rise - 1.96 * spread, rise + 1.96 * spread, rise, percent),
-            p_value=1.0,
-            noise_percent=math.nan if errors is None else float(percent(numpy.median(errors))),
-            noise_origin="not estimated" if errors is None else "standard errors",
-            reason=f"{len(heights)} usable points, and a turn needs at least {FEWEST_POINTS} to show",
-        )
 
-    design = _Design(
-        # Half a step stands for step 0, which has no logarithm.
-        place=numpy.log(numpy.maximum(steps, 0.5)),
-        variance=numpy.ones(len(heights)) if errors is None else errors**2,
-        known=errors is not None,
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values: the chance that any is below a level by accident is at most that level."""
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    adjusted, highest = [1.0] * len(p_values), 0.0
+    for rank, place in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = highest
+    return adjusted
+
+
+def difference(first: Tested, other: Tested) -> tuple[float, float, float]:
+    """By how many percent points more the first curve lost: a 95% interval, and the p-value of no more."""
+    gaps = first.losses - other.losses
+    low, high = numpy.quantile(gaps, (0.025, 0.975))
+    beyond = min(int((gaps <= 0).sum()), int((gaps >= 0).sum()))
+    return float(low), float(high), min(1.0, 2 * (1 + beyond) / (1 + len(gaps)))
+
+
+def _outline(points: _Points) -> Saturation:
+    """What a curve shows without a test."""
+    curve, heights, steps = points.curve, points.heights, points.steps
+    count = len(heights)
+    best = int(heights.argmin()) if count else 0
+    values = numpy.exp(heights) if points.relative else -heights
+    few = f"{count} usable points, and a turn needs at least {noise.FEWEST_POINTS} to show"
+    return Saturation(
+        model=curve.model,
+        shots=curve.shots,
+        metric=curve.metric,
+        outcome=UNDECIDED,
+        best_step=int(steps[best]) if count else 0,
+        best_value=float(values[best]) if count else math.nan,
+        final_step=int(steps[-1]) if count else 0,
+        final_value=float(values[-1]) if count else math.nan,
+        lost_percent=float(points.percent(heights[-1] - heights[best])) if count else math.nan,
+        interval=(math.nan, math.nan),
+        p_value=1.0,
+        adjusted_p=1.0,
+        smallest_rise_percent=math.nan,
+        turned_up_to=math.nan,
+        first_step=int(steps[points.first]) if count else 0,
+        points=count - points.first,
+        noise_percent=math.nan,
+        noise_correlation=math.nan,
+        noise_origin="not estimated",
+        reason="" if points.measured is not None else few if count else "no usable value",
     )
+
+
+def _tested(points: _Points, outline: Saturation, seed: tuple[int, int]) -> Tested:
+    """The test of one curve by itself; `seed` is the call's and the curve's own."""
+    heights, scale = points.heights[points.first :], _scale(points)
+    assert points.measured is not None
+    correlation = noise.correlation(points.measured, points.design, seed[0])
+    null = noise.null(points.design, correlation, seed[0])
+    # Every curve draws its own noise, so that two of them can be compared. How far its scale may be from the
+    # one that was measured is what the scales of level curves say.
     random = numpy.random.default_rng(seed)
-    statistic, excess = _statistic(heights[None], design)
-    deviation = numpy.sqrt(excess[0] * design.variance)
-    noise = deviation * random.standard_normal((SIMULATIONS, len(heights)))
-    simulated, _ = _statistic(_steady(heights, deviation) + noise, design)
-    # The relative tolerance makes equal curves equal on every machine.
-    exceeding = int((simulated >= statistic[0] * (1 - 1e-9)).sum())
-    p_value = (1 + exceeding) / (SIMULATIONS + 1)
+    spread = scale / random.choice(null.scale, DRAWS)
+    drawn = spread[:, None] * noise.autoregressive(random, DRAWS, len(heights), correlation)
+    trend = _trend(heights)
+    flattered = (trend + drawn)[:, -1] - (trend + drawn).min(axis=1) - (trend[-1] - trend.min())
+    rival = int(heights[:-1].argmin())
+    centre = heights[-1] - heights[rival] - float(numpy.median(flattered))
+    losses = points.percent(centre + drawn[:, rival] - drawn[:, -1])
+    low, high = numpy.quantile(losses, (0.025, 0.975))
+    sources = ["scatter around the trend before the turn"]
+    if points.paired:
+        sources.append("differences of checkpoints, block by block of text")
+    size = _group(len(points.curve.values))
+    if size > 1:
+        sources.append(f"every {size} neighbouring points were pooled")
+    record = dataclasses.replace(
+        outline,
+        # A loss is not negative, and what was measured is never left outside.
+        interval=(
+            max(min(float(low), outline.lost_percent), 0.0),
+            max(float(high), outline.lost_percent),
+        ),
+        p_value=null.p_value(float(points.measured.rise[0]) / scale),
+        noise_percent=float(points.percent(scale / float(numpy.median(null.scale)))),
+        noise_correlation=correlation,
+        noise_origin="; ".join(sources),
+    )
+    return Tested(record=record, losses=losses)
 
-    # Below, the trend bootstrapped: the best of many noisy points looks better than it is. Above, the plain
-    # error of a difference, from the best of the other points where the end is the best.
-    trend = _trend(heights, 1 / design.variance, turns=True)
-    drawn = trend + noise
-    error = drawn[:, -1] - drawn.min(axis=1) - (trend[-1] - trend.min())
-    rise, rival = float(heights[-1] - heights.min()), int(heights[:-1].argmin())
-    low = rise - float(numpy.quantile(error, 0.975))
-    high = heights[-1] - heights[rival] + 1.96 * math.hypot(deviation[-1], deviation[rival])
-    return Saturation(
-        **found,
-        saturated=p_value < LEVEL and found["lost_percent"] >= MATERIAL_PERCENT,
-        interval=_interval(low, high, rise, percent),
-        p_value=p_value,
-        noise_percent=float(percent(numpy.median(deviation))),
-        noise_origin=_origin(design.known, float(excess[0]), groups),
-        reason="",
+
+def _decided(points: _Points, one: Saturation, adjusted: float, level: float, seed: int) -> Saturation:
+    """The answer, given the p-value over all curves and the level that the curve was held against."""
+    null = noise.null(points.design, one.noise_correlation, seed)
+    scale = _scale(points)
+    # Above the critical rise by 1.28 standard deviations of a rise: nine in ten.
+    above = 1.28 * null.reach * scale / float(numpy.median(null.scale))
+    smallest = float(points.percent(null.critical(level) * scale + above))
+    if adjusted < LEVEL:
+        outcome = TURNED if one.lost_percent >= MATERIAL_PERCENT else NOT_TURNED
+    else:
+        outcome = UNDECIDED if one.interval[1] >= min(smallest, OPEN_PERCENT) else NOT_TURNED
+    assert points.measured is not None
+    ratio = float(points.measured.rise[0]) / scale
+    turned_up_to = max(
+        (
+            correlation
+            for correlation in noise.CORRELATIONS
+            if one.lost_percent >= MATERIAL_PERCENT
+            and noise.null(points.design, correlation, seed).p_value(ratio) < LEVEL
+        ),
+        default=math.nan,
+    )
+    return dataclasses.replace(
+        one,
+        outcome=outcome,
+        adjusted_p=adjusted,
+        smallest_rise_percent=smallest,
+        turned_up_to=turned_up_to,
     )
 
 
-def _origin(known: bool, excess: float, groups: int) -> str:
-    pooled = f"; every {groups} neighbouring points were pooled" if groups > 1 else ""
-    if not known:
-        return f"scatter of the points around the trend, without standard errors{pooled}"
-    if excess > 1:
-        factor = math.sqrt(excess)
-        return f"standard errors times {factor:.2g}, because the points scatter by that much more{pooled}"
-    return f"standard errors; the points scatter by no more than these{pooled}"
+def _scale(points: _Points) -> float:
+    assert points.measured is not None
+    return math.hypot(float(points.measured.scale[0]), points.paired / math.sqrt(2))
 
 
-def _untested(curve: Curve, *, reason: str) -> Saturation:
-    return Saturation(
-        model=curve.model, shots=curve.shots, metric=curve.metric, saturated=False, best_step=0,
-        best_value=math.nan, final_step=0, final_value=math.nan, lost_percent=math.nan,
-        interval=(math.nan, math.nan), p_value=1.0, first_step=0, points=0, noise_percent=math.nan,
-        noise_origin="not estimated", reason=reason,
-    )  # fmt: skip
+def _group(count: int) -> int:
+    """How many neighbours are pooled."""
+    return max(math.ceil(count / MOST_POINTS), 1)
 
 
-def _interval(low: float, high: float, rise: float, percent: Any) -> tuple[float, ...]:
-    """In percent; a loss is not negative, and what was measured is never left outside."""
-    if math.isnan(low):
-        return (math.nan, math.nan)
-    return tuple(float(percent(end)) for end in (max(min(low, rise), 0.0), max(high, rise)))
+def _points(curve: Curve) -> _Points:
+    """Pooled points are means of neighbours, counted from the end, at their middle step."""
+    values, steps = numpy.array(curve.values, dtype=float), numpy.array(curve.steps, dtype=float)
+    relative = curve.lower_is_better is not False
+    heights = numpy.log(values) if relative else -values
+    size = _group(len(values))
+    if size > 1:
+        groups = [slice(max(0, end - size), end) for end in range(len(heights), 0, -size)][::-1]
+        heights = numpy.array([heights[group].mean() for group in groups])
+        steps = numpy.array([steps[group][(len(steps[group]) - 1) // 2] for group in groups])
+    paired = 0.0
+    if curve.paired_errors is not None and len(values):
+        paired = float(numpy.median(numpy.array(curve.paired_errors) / (values if relative else 1.0)))
+    enough = len(heights) >= noise.FEWEST_POINTS
+    first = _first(heights, steps) if enough else 0
+    return _Points(
+        curve=curve,
+        steps=steps,
+        heights=heights,
+        paired=paired,
+        first=first,
+        measured=noise.measured(heights[None, first:], steps[first:]) if enough else None,
+    )
 
 
-def _pooled(
-    steps: Array, heights: Array, errors: Array | None, size: int
-) -> tuple[Array, Array, Array | None]:
-    """Means of `size` neighbours each, counted from the end, at the step in their middle."""
-    ends = range(len(heights), 0, -size)
-    groups = [slice(max(0, end - size), end) for end in ends][::-1]
-    pooled = numpy.array([heights[group].mean() for group in groups])
-    places = numpy.array([steps[group][(len(steps[group]) - 1) // 2] for group in groups])
-    if errors is None:
-        return places, pooled, None
-    # Evaluations on one test set share their error, so that it does not shrink in the mean.
-    return places, pooled, numpy.array([math.sqrt((errors[group] ** 2).mean()) for group in groups])
+def _first(heights: Array, steps: Array) -> int:
+    """Where the steep beginning is over, as far as a smooth trend cannot follow it."""
+    best = int(heights.argmin())
+    fall = float(heights[: best + 1].max() - heights[best])
+    passed = int((heights <= heights[best] + (1 - EARLY_SHARE) * fall).argmax())
+    starts = range(min(passed, max(len(heights) - FEWEST_LATE, 0)) + 1)
+    scales = [float(noise.measured(heights[None, start:], steps[start:]).scale[0]) for start in starts]
+    ample = scales[: max(len(heights) - LATE_POINTS, 0) + 1]
+    first = next(start for start, scale in enumerate(ample) if scale <= STEEP * min(ample))
+    if scales[first] > STEEPEST * min(scales):
+        first = next(start for start in starts if scales[start] <= STEEP * min(scales))
+    # Level curves wander by so much too, and to leave out what scatters most there would cause false alarms.
+    return first if fall > EARLY_FALL * scales[first] else 0
 
 
-def _early(rows: Array) -> numpy.typing.NDArray[numpy.intp]:
-    """How many points of every row belong to its steep beginning."""
-    best = rows.argmin(axis=1)[:, None]
-    lowest = numpy.take_along_axis(rows, best, axis=1)
-    highest = numpy.take_along_axis(numpy.maximum.accumulate(rows, axis=1), best, axis=1)
-    passed = (rows <= lowest + (1 - EARLY_SHARE) * (highest - lowest)).argmax(axis=1)
-    return numpy.minimum(passed, max(rows.shape[1] - LATE_POINTS, 0))
-
-
-def _statistic(heights: Array, design: _Design) -> tuple[Array, Array]:
-    """T and phi of every row of `heights`."""
-    count = heights.shape[1]
-    weights = 1 / design.variance
-    fits = _fits(heights, weights)
-    rough = _scatter(heights, design)
-    prior = 1.0 if design.known and count < LATE_POINTS else rough
-    bent = (PRIOR * prior + fits[:, 1]) / (PRIOR + count - fits[:, 2])
-    phi = numpy.maximum(numpy.minimum(rough, bent), 1.0 if design.known else SMALLEST_NOISE**2)
-    if not design.known and count >= LATE_POINTS:
-        fits = _fits(_medians(heights), weights)
-    return (fits[:, 0] - fits[:, 1]) / phi, phi
-
-
-def _scatter(heights: Array, design: _Design) -> Array:
-    """Mean square of what interpolation between both neighbours misses, in units of its expected variance."""
-    before, here, after = design.place[:-2], design.place[1:-1], design.place[2:]
-    share = (here - before) / (after - before)
-    missed = heights[:, 1:-1] - (1 - share) * heights[:, :-2] - share * heights[:, 2:]
-    variance = design.variance
-    expected = variance[1:-1] + (1 - share) ** 2 * variance[:-2] + share**2 * variance[2:]
-    late = numpy.arange(missed.shape[1]) >= _early(heights)[:, None]
-    return (missed**2 / expected * late).sum(axis=1) / late.sum(axis=1)
-
-
-def _medians(heights: Array) -> Array:
-    """Running medians of three; the last point takes the median of the last three."""
-    inner = numpy.median(numpy.stack((heights[:, :-2], heights[:, 1:-1], heights[:, 2:])), axis=0)
-    return numpy.concatenate((heights[:, :1], inner, inner[:, -1:]), axis=1)
-
-
-def _fits(rows: Array, weights: Array) -> Array:
-    """Of every row: RSS that never rises, least RSS that falls and then rises, levels of the latter."""
-    forward, backward = weights.tolist(), weights[::-1].tolist()
-    found = []
-    for row in rows.tolist():
-        falling, levels = _never_rising(row, forward)
-        rising, more = _never_rising(row[::-1], backward)
-        sums = [left + right for left, right in zip(falling, reversed(rising), strict=True)]
-        turn = min(range(len(sums)), key=sums.__getitem__)
-        found.append((falling[-1], sums[turn], levels[turn] + more[len(row) - turn]))
-    return numpy.array(found)
-
-
-def _never_rising(row: list[float], weights: list[float]) -> tuple[list[float], list[int]]:
-    """RSS and levels of the never-rising fit to each beginning of the row, by pooling adjacent violators."""
-    errors, levels = [0.0], [0]
-    stack: list[tuple[float, float]] = []
-    total = 0.0
-    for height, weight in zip(row, weights, strict=True):
-        while stack and stack[-1][0] <= height:
-            other, heavy = stack.pop()
-            total += weight * heavy / (weight + heavy) * (height - other) ** 2
-            height = (height * weight + other * heavy) / (weight + heavy)
-            weight += heavy
-        stack.append((height, weight))
-        errors.append(total)
-        levels.append(len(stack))
-    return errors, levels
-
-
-def _steady(heights: Array, deviation: Array) -> Array:
-    """The never-rising trend to simulate, with steps within the noise levelled out.
-
-    Such steps are fitted to mere noise as well, and a level curve gives more false alarms than a falling one.
-    """
-    weights = deviation**-2
-    trend = _trend(heights, weights, turns=False)
-    end = len(heights)
-    for place in range(len(heights) - 1, -1, -1):
-        level = numpy.average(heights[place:end], weights=weights[place:end])
-        if place == 0 or trend[place - 1] - level > LEVELLED * deviation[place - 1]:
-            trend[place:end] = level
-            end = place
-    return trend
-
-
-def _trend(heights: Array, weights: Array, *, turns: bool) -> Array:
-    """The fitted trend that never rises, or that falls and then rises."""
+def _trend(heights: Array) -> Array:
+    """The isotonic fit that falls and then rises, with the best place to turn."""
     from scipy.optimize import isotonic_regression
 
-    turn = len(heights)
-    if turns:
-        falling, _ = _never_rising(heights.tolist(), weights.tolist())
-        rising, _ = _never_rising(heights[::-1].tolist(), weights[::-1].tolist())
-        turn = int((numpy.array(falling) + numpy.array(rising[::-1])).argmin())
-    parts = [
-        isotonic_regression(heights[part], weights=weights[part], increasing=increasing).x
-        for part, increasing in ((slice(0, turn), False), (slice(turn, None), True))
-        if len(heights[part])
-    ]
-    return numpy.concatenate(parts)
+    fits = []
+    for turn in range(1, len(heights) + 1):
+        parts = [isotonic_regression(heights[:turn], increasing=False).x]
+        if turn < len(heights):
+            parts.append(isotonic_regression(heights[turn:]).x)
+        fits.append(numpy.concatenate(parts))
+    return min(fits, key=lambda fit: float(((heights - fit) ** 2).sum()))

@@ -20,10 +20,10 @@ from pathlib import Path
 from fullrank.diagnose.series import curves as reading
 from fullrank.diagnose.series import scaling as law
 from fullrank.diagnose.series.checkpoint_curves import Progress, diagnosed
-from fullrank.diagnose.series.saturation import LEVEL, MATERIAL_PERCENT, saturation
+from fullrank.diagnose.series.saturation import LEVEL, MATERIAL_PERCENT, Tested, difference, holm, saturations
 from fullrank.errors import FullrankError
 from fullrank.results.diagnosis import Diagnosis
-from fullrank.results.series import Curve, Saturation, Scaling, Series
+from fullrank.results.series import TURNED, UNDECIDED, Curve, Saturation, Scaling, Series
 
 
 def run(
@@ -34,6 +34,7 @@ def run(
     revisions: Sequence[str] = (),
     tokens_per_step: float | None = None,
     fit_from: float = law.FIT_FROM,
+    web_text: bool = False,
     diagnose: Callable[..., Diagnosis] | None = None,
     progress: Progress = lambda label, share: None,
     seed: int = 0,
@@ -60,20 +61,18 @@ def run(
     if reading.lower_is_better(primary) is None:
         curves = tuple(_as_loss(one) if one.metric == primary else one for one in curves)
         notes.append(f"lower {primary} was taken to be better, because its name does not tell")
-    tested = [one for one in curves if one.metric == primary]
-    found = []
-    for place, one in enumerate(tested):
-        progress(f"testing {one.model}", place / len(tested))
-        found.append(saturation(one, seed=seed))
+    chosen = [one for one in curves if one.metric == primary]
+    progress(f"testing {len(chosen)} curves", 0.5)
+    found = saturations(chosen, seed=seed)
     scaling, reason = _scaling(
-        tested, table, tokens_per_step=tokens_per_step, fit_from=fit_from, metric=primary, seed=seed
+        chosen, table, tokens_per_step=tokens_per_step, fit_from=fit_from, metric=primary, web_text=web_text
     )
     progress("done", 1.0)
     return Series(
         source=", ".join(map(str, sources)),
         metric=primary,
         curves=curves,
-        saturation=tuple(found),
+        saturation=tuple(one.record for one in found),
         level=LEVEL,
         material_percent=MATERIAL_PERCENT,
         scaling=scaling,
@@ -86,7 +85,6 @@ def run(
 def _as_loss(one: Curve) -> Curve:
     """A curve whose name tells no direction, read as a loss: lower is better."""
     kept = [place for place, value in enumerate(one.values) if value > 0]
-    errors = one.standard_errors
     return Curve(
         model=one.model,
         shots=one.shots,
@@ -95,9 +93,14 @@ def _as_loss(one: Curve) -> Curve:
         lower_is_better=True,
         steps=tuple(one.steps[place] for place in kept),
         values=tuple(one.values[place] for place in kept),
-        standard_errors=None if errors is None else tuple(errors[place] for place in kept),
+        standard_errors=_at(kept, one.standard_errors),
+        paired_errors=_at(kept, one.paired_errors),
         dropped=one.dropped + len(one.values) - len(kept),
     )
+
+
+def _at(places: Sequence[int], values: Sequence[float] | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(values[place] for place in places)
 
 
 def _scaling(
@@ -107,11 +110,16 @@ def _scaling(
     tokens_per_step: float | None,
     fit_from: float,
     metric: str,
-    seed: int,
+    web_text: bool,
 ) -> tuple[Scaling | None, str]:
     """The fit over final checkpoints, or why there is none."""
     if not (math.isfinite(fit_from) and fit_from > 0):
         raise FullrankError(f"--fit-from {fit_from} is impossible: expected a positive number of parameters")
+    perplexity = reading.is_perplexity(metric)
+    if web_text and (perplexity or reading.unit(metric) not in ("nats", "nats per token")):
+        raise FullrankError(
+            f"--web-text is for losses in nats per token, and {metric} is none: leave out --web-text"
+        )
     shots = min((one.shots for one in tested if one.shots is not None), default=None)
     finals = [one for one in tested if one.shots == shots and one.steps]
     if not finals or not finals[0].lower_is_better:
@@ -127,7 +135,6 @@ def _scaling(
     if set(named) - set(unknown):
         notes.append("parameter counts were read from the names")
     models = []
-    perplexity = reading.is_perplexity(metric)
     for one in finals:
         count = sizes[one.model]
         if count is None:
@@ -147,18 +154,11 @@ def _scaling(
         if tokens <= 0:
             return None, f"the last checkpoint of {one.model} is step 0: give checkpoints of a trained model"
         final, best = one.values[-1], min(one.values)
-        error = one.standard_errors[-1] / final if one.standard_errors is not None else 0.0
         if perplexity:
             final, best = math.log(final), math.log(best)
-            error = error / final if final > 0 else 0.0
-        models.append(
-            law.Model(
-                name=one.model, parameters=count, tokens=tokens, final=final, best=best, relative_error=error
-            )
-        )
+        models.append(law.Model(name=one.model, parameters=count, tokens=tokens, final=final, best=best))
     if shots is not None and len({one.shots for one in tested}) > 1:
         notes.append(f"over the {shots}-shot curves")
-    published = not perplexity and finals[0].unit in ("nats", "nats per token")
     unit = f"nats, the logarithm of {metric}" if perplexity else finals[0].unit
     try:
         fitted = law.fit(
@@ -166,33 +166,44 @@ def _scaling(
             metric=metric,
             unit=unit,
             shots=shots,
-            published=published,
+            published=web_text,
             fit_from=fit_from,
             notes=notes,
-            seed=seed,
         )
     except law.NoFitError as error:
         return None, str(error)
     return fitted, ""
 
 
-def controls(found: Sequence[Saturation]) -> list[str]:
-    """A sentence or two for every model beside a variant of the same size: what differs, and what turned."""
-    families: dict[tuple[str, int | None], list[Saturation]] = {}
+def controls(found: Sequence[Tested]) -> list[str]:
+    """A few sentences for every model beside a variant of the same size: what differs, and a test of it."""
+    families: dict[tuple[str, int | None], list[Tested]] = {}
     for one in found:
-        base = _family(one.model)
-        if base is not None and one.points:
-            families.setdefault((base, one.shots), []).append(one)
-    sentences = []
+        base = _family(one.record.model)
+        if base is not None and one.record.points:
+            families.setdefault((base, one.record.shots), []).append(one)
+    pairs = []
     for (base, shots), members in families.items():
-        first, *others = sorted(members, key=lambda one: (len(one.model), one.model))
-        for other in others:
-            with_shots = "" if shots is None else f" ({shots}-shot)"
-            named = " and ".join(f"{one.model[len(base) :].lstrip('-_') or 'none'}" for one in (first, other))
-            sentences.append(
-                f"{first.model} and {other.model}{with_shots} share the size in their names and differ "
-                f"in the suffix ({named}): {_verdict(first)}; {_verdict(other)}. {_comparison(first, other)}"
+        first, *others = sorted(members, key=lambda one: (len(one.record.model), one.record.model))
+        pairs += [(base, shots, first, other) for other in others]
+    # Pairs are read one by one as well, so one false difference among all of them must be rare.
+    gaps = [difference(first, other) if len(first.losses) and len(other.losses) else None
+            for _, _, first, other in pairs]  # fmt: skip
+    adjusted = iter(holm([gap[2] for gap in gaps if gap is not None]))
+    sentences = []
+    for (base, shots, first, other), gap in zip(pairs, gaps, strict=True):
+        models = [one.record.model for one in (first, other)]
+        suffixes = " and ".join(model[len(base) :].lstrip("-_") or "none" for model in models)
+        with_shots = "" if shots is None else f" ({shots}-shot)"
+        sentences.append(
+            f"{' and '.join(models)}{with_shots} share the size in their names and differ in the suffix "
+            f"({suffixes}): {_verdict(first.record)}; {_verdict(other.record)}. "
+            + (
+                "Nothing follows from the pair."
+                if gap is None
+                else _comparison(first, other, gap, next(adjusted))
             )
+        )
     return sentences
 
 
@@ -204,28 +215,23 @@ def _family(model: str) -> str | None:
 
 def _verdict(one: Saturation) -> str:
     low, high = one.interval
-    between = "" if math.isnan(low) else f" ({low:.0f} to {high:.0f}%)"
     if one.reason:
         return f"{one.model} could not be tested ({one.reason})"
-    if one.saturated:
-        return f"{one.model} turned after step {one.best_step:,} and lost {one.lost_percent:.1f}%{between}"
-    return f"{one.model} shows no turn, with {one.lost_percent:.1f}%{between} from best to last"
+    lost = f"{one.lost_percent:.1f}% ({low:.0f} to {high:.0f}%)"
+    if one.outcome == TURNED:
+        return f"{one.model} turned after step {one.best_step:,} and lost {lost}"
+    if one.outcome == UNDECIDED:
+        return f"{one.model} is undecided, with {lost} from best to last"
+    return f"{one.model} did not turn, with {lost} from best to last"
 
 
-def _comparison(first: Saturation, other: Saturation) -> str:
-    if first.reason or other.reason:
-        return "Nothing follows from the pair."
-    if first.saturated != other.saturated:
-        return (
-            "Same size and so, as models of one family go, the same width: width alone does not explain the "
-            "difference. What does, one pair cannot show."
-        )
-    if not first.saturated:
-        return "Neither turned."
-    apart = first.interval[0] > other.interval[1] or other.interval[0] > first.interval[1]
-    if apart:
-        return (
-            "Both turned, by different amounts at the same size and so, as models of one family go, the same "
-            "width: width alone does not explain how much."
-        )
-    return "Both turned, and their losses agree within the intervals."
+def _comparison(first: Tested, other: Tested, gap: tuple[float, float, float], p_value: float) -> str:
+    """What a test of the difference says; two intervals or two verdicts would say nothing of it."""
+    points = first.record.lost_percent - other.record.lost_percent
+    tail = f"{points:+.1f} points ({gap[0]:+.0f} to {gap[1]:+.0f}, p = {p_value:.2g} over all pairs)"
+    if p_value >= LEVEL:
+        return f"Noise can have made the difference of {tail}: nothing follows from the pair."
+    return (
+        f"They differ by {tail} at the same size and so, as models of one family go, the same width: width "
+        "alone does not explain the difference. What does, one pair cannot show."
+    )

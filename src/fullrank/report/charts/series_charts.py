@@ -49,7 +49,7 @@ THOUSANDS = (
 
 PANEL_LEGEND = (
     Key(label="turned", colour=TURNED, mark="line"),
-    Key(label="no turn shown", colour=STEADY, mark="line"),
+    Key(label="not turned, or undecided", colour=STEADY, mark="line"),
     Key(label="best checkpoint", colour=INK, mark="ring"),
     Key(label="last checkpoint", colour=INK, mark="diamond"),
 )
@@ -148,8 +148,8 @@ def _late(curve: Curve, found: Saturation) -> Panel:
             row["summary"] += f" ± {number(1.96 * curve.standard_errors[place])}"
         rows.append(row)
     verdict = "too few points" if found.reason else f"lost {found.lost_percent:.1f}%"
-    verdict += "" if found.reason else ", turned" if found.saturated else ", no turn shown"
-    colour = TURNED if found.saturated else STEADY
+    verdict += "" if found.reason else f", {found.outcome}"
+    colour = TURNED if found.turned else STEADY
     return Panel(
         title=name(curve.model, curve.shots), subtitle=verdict, colour=colour, lines=((colour, tuple(rows)),)
     )

@@ -10,7 +10,7 @@ from fullrank.report.figures import NONE, Cell
 from fullrank.report.page import Column, Page, Section, Table, draw
 from fullrank.report.text import shown
 from fullrank.results import Estimate, Series
-from fullrank.results.series import Curve, Saturation
+from fullrank.results.series import ANSWERS, UNDECIDED, Curve, Saturation
 
 CAUSE = (
     "A turn is an observation, not its cause. Godey et al. (2024, arXiv:2404.07647) propose that a "
@@ -23,7 +23,7 @@ CAUSE = (
 
 def series_page(record: Series) -> Page:
     """The page of a series."""
-    turned = [one for one in record.saturation if one.saturated]
+    turned = [one for one in record.saturation if one.turned]
     tested = [one for one in record.saturation if not one.reason]
     sections = [_saturation(record), _controls(record), _overview(record), _scaling(record), _reading()]
     return Page(
@@ -44,16 +44,16 @@ def _count(number: int, word: str) -> str:
 def _answer(turned: list[Saturation], tested: list[Saturation]) -> str:
     if not tested:
         return "No curve has enough points to show whether it turned."
+    undecided = sum(one.outcome == UNDECIDED for one in tested)
+    rest = f" Of {_count(undecided, 'curve')} it is undecided." if undecided else ""
     if not turned:
-        return (
-            f"None of {_count(len(tested), 'curve')} turned before its end, as far as the noise lets one see."
-        )
+        return f"None of {_count(len(tested), 'curve')} is shown to have turned before its end.{rest}"
     named = "; ".join(
         f"{charts.name(one.model, one.shots)} lost {one.lost_percent:.0f}% since step {one.best_step:,}"
         for one in turned[:4]
     )
     more = f"; and {len(turned) - 4} more" if len(turned) > 4 else ""
-    return f"{len(turned)} of {_count(len(tested), 'curve')} turned before the end: {named}{more}."
+    return f"{len(turned)} of {_count(len(tested), 'curve')} turned before the end: {named}{more}.{rest}"
 
 
 def _pairs(record: Series) -> list[tuple[Curve, Saturation]]:
@@ -61,7 +61,7 @@ def _pairs(record: Series) -> list[tuple[Curve, Saturation]]:
     primary = [curve for curve in record.curves if curve.metric == record.metric]
     pairs = list(zip(primary, record.saturation, strict=True))
     # A loss that is no number comes last.
-    return sorted(pairs, key=lambda pair: (not pair[1].saturated, -_or(pair[1].lost_percent, -1.0)))
+    return sorted(pairs, key=lambda pair: (not pair[1].turned, -_or(pair[1].lost_percent, -1.0)))
 
 
 def _or(value: float, instead: float) -> float:
@@ -81,6 +81,8 @@ def _saturation(record: Series) -> Section:
         Column(name="lost", unit="%, with 95% interval"),
         Column(name="turned"),
         Column(name="p"),
+        Column(name="p", unit="over all curves"),
+        Column(name="seen from", unit="% rise"),
     )
     rows: list[tuple[Cell, ...]] = [
         (
@@ -90,8 +92,10 @@ def _saturation(record: Series) -> Section:
             one.best_value,
             one.final_value,
             Estimate(value=one.lost_percent, low=one.interval[0], high=one.interval[1]),
-            "too few points" if one.reason else "yes" if one.saturated else "no",
+            "too few points" if one.reason else ANSWERS.get(one.outcome, shown(one.outcome)),
             NONE if one.reason else f"{one.p_value:.2g}",
+            NONE if one.reason else f"{one.adjusted_p:.2g}",
+            NONE if one.reason else f"{one.smallest_rise_percent:.3g}",
         )
         for _, one in ordered
     ]
@@ -101,6 +105,8 @@ def _saturation(record: Series) -> Section:
             one.points,
             one.first_step,
             None if math.isnan(one.noise_percent) else one.noise_percent,
+            None if math.isnan(one.noise_correlation) else one.noise_correlation,
+            None if math.isnan(one.turned_up_to) else one.turned_up_to,
             shown(one.reason or one.noise_origin, 200),
         )
         for _, one in ordered
@@ -126,12 +132,15 @@ def _saturation(record: Series) -> Section:
         else None,
         notes=tuple(notes),
         definition=(
-            "A curve is called turned if a curve that never turned would look this much like it in fewer "
-            f"than {100 * record.level:g}% of simulations, and at least {record.material_percent:g}% of "
-            "the best value was lost. The test compares the best never-rising trend with the best trend "
-            "that falls and then rises, both of any shape. Its noise is the standard error of each "
-            "evaluation and, where the checkpoints scatter by more around the trend, that scatter. "
-            "Losses and perplexities are compared by their logarithm.",
+            "A curve is called turned if, in simulations of curves that never turn, a rise this clear over "
+            f"its noise comes in fewer than {100 * record.level:g}% of calls, over all curves (Holm), and at "
+            f"least {record.material_percent:g}% of the best value was lost. It is called not turned if the "
+            "interval of the loss excludes every rise that the test would have seen, and undecided "
+            "otherwise. Seen from is the rise that the test finds nine times in ten. Noise is the scatter "
+            "around a smooth trend before the turn; neighbouring checkpoints may share it, as far as the "
+            "points do not exclude it. Standard errors of the evaluations are drawn but are no noise here: "
+            "all checkpoints of a model answer the same items. Losses and perplexities are compared by their "
+            "logarithm.",
         ),
         table=Table(
             caption="One row a curve. Lost is from the best checkpoint to the last, as a share of the best.",
@@ -146,6 +155,8 @@ def _saturation(record: Series) -> Section:
                     Column(name="points"),
                     Column(name="steep until", unit="step"),
                     Column(name="noise", unit="% of the best"),
+                    Column(name="correlation", unit="of neighbours"),
+                    Column(name="by itself turned up to", unit="correlation"),
                     Column(name="from"),
                 ),
                 rows=noise,
@@ -213,7 +224,7 @@ def _scaling(record: Series) -> Section:
             legend=charts.SCALING_LEGEND,
         ),
         table=Table(
-            caption="Gaps are to the law, in percent of what it predicts.",
+            caption="Gaps are to the law, in percent of what it predicts, with 95% of where one would lie.",
             columns=(
                 Column(name="model"),
                 Column(name="parameters"),
@@ -273,8 +284,8 @@ def _reading() -> Section:
             "The best checkpoint is the best of several noisy ones, so it looks a little better than it "
             "is; the interval of the loss allows for that. An interval that reaches 0 says that the "
             "noise alone could have made the loss.",
-            "“No turn shown” is not proof that a curve will not turn: a small rise hides in the noise, "
-            "and training may go on. A few points, or checkpoints far apart, show only large turns.",
+            "“Not turned” is no proof that a curve will not turn: a small rise hides in the noise, and "
+            "training may go on. A few points, or checkpoints far apart, show only large turns.",
             CAUSE,
         ),
     )

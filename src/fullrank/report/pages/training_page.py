@@ -25,6 +25,7 @@ from fullrank.report.pages.training_tables import (
 )
 from fullrank.report.text import shown
 from fullrank.results import Training, Trainings
+from fullrank.results.series import UNDECIDED
 
 MOST_ALARMS = 40
 REASONS = {
@@ -218,11 +219,13 @@ def _turn(run: Training) -> str:
         return f"Whether the curve turned was not tested: {shown(one.reason, 200)}."
     low, high = one.interval
     between = "" if math.isnan(low) else f" (95% interval {low:.1f} to {high:.1f}%)"
-    if one.saturated:
+    if one.turned:
         return (
             f"The curve turned after step {one.best_step:,} and lost {one.lost_percent:.1f}%{between} since."
         )
-    return "No turn of the curve can be told from noise."
+    if one.outcome == UNDECIDED:
+        return f"Undecided whether the curve turned: from best to last {one.lost_percent:.1f}%{between}."
+    return f"The curve did not turn; a rise of {one.smallest_rise_percent:.2g}% would have been seen."
 
 
 def _alarm_count(run: Training) -> str:

@@ -1,0 +1,171 @@
+"""How clear the rise of a curve is over its noise, where the noise of neighbouring checkpoints is alike.
+
+    rise    the lower of the last two points, minus the lowest mean of two neighbours before them
+    scale   root mean square of what a smooth trend leaves, by degrees of freedom
+    ratio   rise / scale: what the test looks at
+
+The trend is a quadratic up to the turn and a line after it, each over the step or its logarithm, whichever
+fits better. The scale is that of both parts or, where less, that of the part before the turn: what a curve
+does after it turned is no measure of how noisy it was. The line begins at the lowest point, or one before or
+up to two after it, wherever the scale is least.
+
+Noise is taken as AR(1): e_i = c e_(i-1) + sqrt(1 - c²) u_i. Correlated noise wanders, so that level curves
+rise by more, and a trend fitted to few points follows the wandering, so that the scale comes out too small
+and so does the correlation of what is left: at 14 points its mean is -0.3 where c = 0 and -0.1 where c = 0.8.
+Nothing here is therefore read off a formula: `null` simulates level curves on the same steps, noise of one
+standard deviation, and applies the same estimates. A level trend is the one that gives most false alarms.
+`correlation` does the same for the estimate of c.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import numpy
+import numpy.typing
+
+Array = numpy.typing.NDArray[numpy.float64]
+
+CORRELATIONS = (0.0, 0.2, 0.4, 0.6, 0.8)
+"""That are reckoned with. One curve of 14 checkpoints excludes none of them, and one of 27 few."""
+FEWEST_POINTS = 6
+"""For one degree of freedom."""
+SIMULATIONS = 20_000
+ESTIMATES = 1000
+"""Simulations of the estimate of a curve's correlation."""
+CUTS = (-1, 0, 1, 2)
+"""Where the line may begin, counted from the lowest point."""
+FEWEST_BEFORE = 4
+"""Degrees of freedom from which on the part before the turn is a scale of its own ..."""
+BEFORE_WEIGHT = 2.0
+"""... kept from 0 by the scale of both parts, with so many degrees of freedom ..."""
+MOST_AFTER = 9.0
+"""... but counted as at most so many times its own square: a swing after the turn is no noise."""
+SMALLEST = 1e-6
+"""Relative: below this, differences are rounding errors of whoever wrote the file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Of every row."""
+
+    rise: Array
+    scale: Array
+    correlation: Array
+    """Between neighbours of what the trend leaves: biased towards -1."""
+    trend: Array
+    """[rows, points]"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Null:
+    """Level curves with noise of one standard deviation."""
+
+    ratio: Array
+    """Rising."""
+    scale: Array
+    reach: float
+    """Standard deviation of the rise."""
+
+    def p_value(self, ratio: float) -> float:
+        # The relative tolerance makes equal curves equal on every machine.
+        below = int(numpy.searchsorted(self.ratio, ratio * (1 - 1e-9)))
+        return (1 + len(self.ratio) - below) / (1 + len(self.ratio))
+
+    def critical(self, level: float) -> float:
+        """The ratio whose p-value is `level`."""
+        return float(numpy.quantile(self.ratio, 1 - level))
+
+
+def measured(rows: Array, steps: Array) -> Measured:
+    """Rise, scale and correlation of curves [rows, points] that share their steps."""
+    points = rows.shape[1]
+    pairs = (rows[:, :-1] + rows[:, 1:]) / 2
+    rise = rows[:, -2:].min(axis=1) - pairs[:, :-2].min(axis=1)
+    lowest = rows[:, :-2].argmin(axis=1)
+    least, correlation = numpy.full(len(rows), math.inf), numpy.zeros(len(rows))
+    trend = rows.copy()
+    for place in numpy.unique(lowest):
+        chosen = numpy.flatnonzero(lowest == place)
+        for cut in place + numpy.array(CUTS):
+            if not 0 <= cut <= points:
+                continue
+            before, free_before = _left(rows[chosen, :cut], steps[:cut], degree=2)
+            after, free_after = _left(rows[chosen, cut:], steps[cut:], degree=1)
+            squares = (before**2).sum(axis=1)
+            both = (squares + (after**2).sum(axis=1)) / (free_before + free_after)
+            found = both
+            if free_before >= FEWEST_BEFORE:
+                held = numpy.minimum(both, MOST_AFTER * squares / free_before)
+                alone = (squares + BEFORE_WEIGHT * held) / (free_before + BEFORE_WEIGHT)
+                found = numpy.minimum(both, alone)
+            better = found < least[chosen]
+            kept = chosen[better]
+            least[kept] = found[better]
+            products = sum((part[:, 1:] * part[:, :-1]).sum(axis=1) for part in (before, after))
+            total = numpy.maximum(both * (free_before + free_after), SMALLEST**2)
+            correlation[kept] = (products / total)[better]
+            trend[kept] = rows[kept] - numpy.concatenate((before, after), axis=1)[better]
+    scale = numpy.maximum(numpy.sqrt(least), SMALLEST)
+    return Measured(rise=rise, scale=scale, correlation=correlation, trend=trend)
+
+
+def _left(rows: Array, steps: Array, *, degree: int) -> tuple[Array, int]:
+    """What the better of two polynomials, in the step and in its logarithm, leaves; degrees of freedom."""
+    if len(steps) <= degree + 1:
+        return numpy.zeros_like(rows), 0
+    best: Array | None = None
+    for basis in _bases(tuple(steps.tolist()), degree):
+        left = rows - (rows @ basis) @ basis.T
+        if best is None:
+            best = left
+        else:
+            better = (left**2).sum(axis=1) < (best**2).sum(axis=1)
+            best = numpy.where(better[:, None], left, best)
+    assert best is not None
+    return best, len(steps) - degree - 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _bases(steps: tuple[float, ...], degree: int) -> tuple[Array, Array]:
+    """Orthonormal polynomials over the step and over its logarithm."""
+    found = []
+    # Half a step stands for step 0, which has no logarithm.
+    for axis in (numpy.array(steps), numpy.log(numpy.maximum(steps, 0.5))):
+        centred = (axis - axis.mean()) / numpy.ptp(axis)
+        found.append(numpy.linalg.qr(numpy.stack([centred**power for power in range(degree + 1)], axis=1))[0])
+    return found[0], found[1]
+
+
+def autoregressive(random: numpy.random.Generator, rows: int, points: int, correlation: float) -> Array:
+    """AR(1) noise of one standard deviation [rows, points]."""
+    noise = random.standard_normal((rows, points))
+    fresh = math.sqrt(1 - correlation**2)
+    for place in range(1, points):
+        noise[:, place] = correlation * noise[:, place - 1] + fresh * noise[:, place]
+    return noise
+
+
+@functools.lru_cache(maxsize=64)
+def null(steps: tuple[float, ...], correlation: float, seed: int) -> Null:
+    """Level curves over these steps."""
+    random = numpy.random.default_rng(seed)
+    found = measured(autoregressive(random, SIMULATIONS, len(steps), correlation), numpy.array(steps))
+    return Null(ratio=numpy.sort(found.rise / found.scale), scale=found.scale, reach=float(found.rise.std()))
+
+
+def correlation(curve: Measured, steps: tuple[float, ...], seed: int) -> float:
+    """The upper 99.8% confidence value of a curve's correlation, at most the last of CORRELATIONS.
+
+    The estimate is held against those of curves simulated around the same trend, so that its bias, which
+    depends on where the curve turns, is theirs too.
+    """
+    random = numpy.random.default_rng(seed)
+    for one in reversed(CORRELATIONS):
+        drawn = curve.scale[0] * autoregressive(random, ESTIMATES, len(steps), one)
+        estimates = measured(curve.trend + drawn, numpy.array(steps)).correlation
+        if curve.correlation[0] >= numpy.quantile(estimates, 0.002):
+            return one
+    return CORRELATIONS[0]
