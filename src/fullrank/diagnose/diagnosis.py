@@ -85,7 +85,7 @@ class Settings:
 USUAL = Settings()
 
 QUICK = Settings(
-    body_work=1e12,
+    body_work=1.2e12,
     most_tokens=1 << 15,
     heads=("mos",),
     seeds=1,
@@ -422,7 +422,7 @@ class Answers:
     def rank_needed(self, progress: Progress) -> object:
         plain, parts = self.ready()
         # Many ranks share what one head has.
-        effort = dataclasses.replace(self.effort(), work=self.settings.fit_work / 4)
+        effort = dataclasses.replace(self.effort(), work=self.settings.fit_work / 10)
         return rank_needed.rank_needed(plain, parts, settings=effort, progress=progress)
 
     def better_head(self, progress: Progress) -> object:

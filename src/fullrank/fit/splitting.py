@@ -43,7 +43,9 @@ from fullrank.results import Estimate
 DRAWN = 16
 """Tokens drawn from p for each state."""
 WIDTH = 64
-"""Directions of rows, and of states, that M is confined to."""
+"""Directions of rows, and of states, that M is confined to, at most."""
+PER_ENTRY = 16
+"""Tokens that every entry of M must have: with fewer, its leading directions are those of the noise."""
 DIRECTIONS = 7
 """Eigenvectors: what eight components can use."""
 RIDGE = 1e-3
@@ -216,7 +218,11 @@ def _row_basis(fit: Moments) -> Tensor:
     root = _inverse_root(expected)
     excess = root @ ((fit.scores.T @ fit.scores).double() / count - expected) @ root
     _, vectors = torch.linalg.eigh(excess)
-    return (root @ vectors.flip(1)[:, :WIDTH]).to(fit.scores.dtype)
+    return (root @ vectors.flip(1)[:, : _width(count)]).to(fit.scores.dtype)
+
+
+def _width(tokens: int) -> int:
+    return max(4, min(WIDTH, int(math.sqrt(tokens / PER_ENTRY))))
 
 
 def _state_basis(fit: Moments) -> tuple[Tensor, Tensor]:
@@ -224,7 +230,8 @@ def _state_basis(fit: Moments) -> tuple[Tensor, Tensor]:
     mean = fit.states.mean(dim=0)
     centred = fit.states - mean
     values, vectors = torch.linalg.eigh((centred.T @ centred).double() / len(centred))
-    values, vectors = values.flip(0)[: WIDTH - 1], vectors.flip(1)[:, : WIDTH - 1]
+    width = _width(len(centred)) - 1
+    values, vectors = values.flip(0)[:width], vectors.flip(1)[:, :width]
     # A direction that states do not have would be divided by nothing.
     kept = values > 1e-6 * values[0]
     return (vectors[:, kept] * values[kept].rsqrt()).to(fit.states.dtype), mean

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fullrank.diagnose.questions.spectrum import centred_gram, gram_matrix
 from fullrank.errors import FullrankError
 from fullrank.fit import comparison, estimates, training
-from fullrank.fit.setting import layer_of
+from fullrank.fit.setting import Setting, layer_of
 from fullrank.fit.states import Part, Parts
 from fullrank.heads import Head, build
 from fullrank.heads.base import without_matrix
@@ -82,30 +82,39 @@ def rank_needed(
     truncated: dict[int, Tensor] = {}
     for place, rank in enumerate(ranks):
         progress(f"rank {rank}", CUTTING * place / len(ranks))
-        narrow, down = narrowed(output, factors, rank)
-        truncated[rank] = original if rank == D else narrow.losses(hidden @ down, targets, limit)
+        layer, down = narrowed(output, factors, rank)
+        truncated[rank] = original if rank == D else layer.losses(hidden @ down, targets, limit)
     cut_knee, _ = knee(truncated, blocks, tolerance, seed=settings.seed)
     waiting = ranks_to_refit(ranks, cut_knee.value)
     refitted: dict[int, training.Fitted] = {}
     planned, more = len(waiting) + 1, MORE
 
-    def refit(rank: int, seed: int = 0, rate: float | None = None) -> training.Fitted:
-        done = len(refitted)
+    def refit(setting: Setting, seed: int = 0, rate: float | None = None) -> training.Fitted:
+        done, rank = len(refitted), setting.plain.width
 
         def report(share: float) -> None:
             progress(f"refit of rank {rank}", CUTTING + (1 - CUTTING) * min(1.0, (done + share) / planned))
 
-        return _refit(plain, parts, factors, rank, settings, seed, rate, report)
+        plan = comparison.plan_for(setting, setting.plain, settings)
+        if rate is not None:
+            plan = dataclasses.replace(plan, rates=(rate,))
+        return training.train(setting, setting.plain, plan, seed=settings.seed + seed, progress=report)[0]
 
+    # Rows are drawn from the truncated head: the original proposes other tokens.
+    full = comparison.setting_for([plain], plain, parts, settings)
     while waiting:
         rank = waiting.pop()
-        refitted[rank] = refit(rank)
+        narrow = full
+        if rank < D:
+            head = narrow_head(plain, factors, rank)
+            narrow = comparison.setting_for([head], head, parts, settings)
+        refitted[rank] = refit(narrow)
         lower = [one for one in ranks if one < rank]
         within = float((refitted[rank].losses - refitted[D].losses).double().mean()) <= tolerance
         if not waiting and within and lower and more:
             waiting.append(lower[-1])
             planned, more = planned + 1, more - 1
-    again = refit(D, 1, refitted[D].rate)
+    again = refit(full, 1, refitted[D].rate)
     noise = abs(float((again.losses - refitted[D].losses).double().mean()))
     tolerance = max(tolerance, 2 * noise)
     points = tuple(
@@ -176,25 +185,6 @@ def narrowed(output: OutputLayer, factors: tuple[Tensor, Tensor], rank: int) -> 
     weight = output.weight @ (basis[:, :rank] @ triangle.T).to(output.weight.dtype)
     narrow = OutputLayer(weight=weight, bias=output.bias, pointwise=output.pointwise, tokens=output.tokens)
     return narrow, down.to(output.weight.dtype)
-
-
-def _refit(
-    plain: Head,
-    parts: Parts,
-    factors: tuple[Tensor, Tensor],
-    rank: int,
-    settings: comparison.Settings,
-    seed: int,
-    rate: float | None,
-    progress: Callable[[float], None],
-) -> training.Fitted:
-    """Fit from the truncation. Rows are drawn from the truncated head: the original proposes other tokens."""
-    narrow = plain if rank == plain.width else narrow_head(plain, factors, rank)
-    setting = comparison.setting_for([narrow], narrow, parts, settings)
-    plan = comparison.plan_for(setting, narrow, settings)
-    if rate is not None:
-        plan = dataclasses.replace(plan, rates=(rate,))
-    return training.train(setting, narrow, plan, seed=settings.seed + seed, progress=progress)[0]
 
 
 def narrow_head(plain: Head, factors: tuple[Tensor, Tensor], rank: int) -> Head:
