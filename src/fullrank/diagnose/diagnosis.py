@@ -167,6 +167,8 @@ def run(
             say=lambda message: progress(message, 0.0),
         )
         build = anatomy.examine(loaded)
+        if isinstance(model, str | Path):
+            build = dataclasses.replace(build, facts=dataclasses.replace(build.facts, given=str(model)))
         if not settings.memory:
             copies = 6 * 4 * build.output.weight.numel()
             settings = dataclasses.replace(settings, memory=(2 << 30) + copies)

@@ -86,7 +86,8 @@ def _second(found: BetterHead, smallest: float) -> str:
     gain = found.best_gain
     fit = next(one for one in found.fits if one.head == found.best)
     kind = f"{found.best} with {fit.components} components" if fit.components > 1 else found.best
-    words = f"{kind} gains {_nats(gain)} nats per token over {_control(found.control)}"
+    sure = f"{kind} gains" if gain.low > 0 else f"The best head tried, {kind}, comes to"
+    words = f"{sure} {_nats(gain)} nats per token over {_control(found.control)}"
     if math.isfinite(smallest):
         seen = f"a gain of {smallest:.4f} or more would have been seen"
         if found.power is None:
@@ -107,10 +108,8 @@ def _control(name: str) -> str:
 
 
 def _third(record: Diagnosis, found: BetterHead, outcome: str, command: str) -> str:
-    if outcome == HELD_BACK:
-        return f"Next: {command}"
-    if outcome == UNDECIDED:
-        return f"Next: {command}"
+    if outcome != NOT_HELD_BACK:
+        return f"Next: {command}."
     rank = record.rank_needed
     if rank is not None and rank.bound == "at least":
         return (
@@ -126,17 +125,18 @@ def _third(record: Diagnosis, found: BetterHead, outcome: str, command: str) -> 
 
 
 def _next(record: Diagnosis, found: BetterHead, outcome: str) -> str:
-    model = record.model.name
-    text = " ".join(record.text.sources[:1])
+    model = f" {record.model.given}" if record.model.given else ""
+    source = " ".join(record.text.sources[:1])
+    text = "--train-default" if source.startswith("Python ") else f"--train {source}"
     if outcome == HELD_BACK:
         fit = next(one for one in found.fits if one.head == found.best)
         components = f" --components {fit.components}" if fit.components > 1 else ""
-        return f"fullrank upgrade {model} --head {found.best}{components} --train {text}"
+        return f"fullrank upgrade{model} --head {found.best}{components} {text}"
     if outcome == UNDECIDED:
         more = 4 * record.text.tokens
         if found.power is None:
-            return f"fullrank diagnose {model} without --quick"
-        return f"fullrank diagnose {model} --tokens {more} with as much text, or --thorough on a GPU"
+            return f"fullrank diagnose{model} without --quick"
+        return f"fullrank diagnose{model} --tokens {more} with as much text, or --thorough on a GPU"
     return ""
 
 

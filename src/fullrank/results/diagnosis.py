@@ -47,6 +47,8 @@ class ModelFacts:
     """Hash of configuration and weights, by which cached states are known."""
     notes: tuple[str, ...]
     """One sentence for everything that was detected and handled."""
+    given: str = ""
+    """What names it on a command line; "" for the bundled model and for one in memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
