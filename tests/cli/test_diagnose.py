@@ -21,7 +21,8 @@ import torch
 from fullrank import results
 from fullrank.cli import main
 from fullrank.cli.diagnose import Diagnose, _dtype, _settings
-from fullrank.diagnose.diagnosis import QUICK, Answers
+from fullrank.diagnose.diagnosis import QUICK, THOROUGH, Answers
+from fullrank.errors import FullrankError
 from fullrank.fit import collect
 from fullrank.models.loading import quiet
 from fullrank.results import Diagnosis
@@ -107,7 +108,11 @@ def test_results_page_and_table(diagnose: Run, tmp_path: Path, capsys: pytest.Ca
     assert record.loss is not None
     assert f"{record.loss.nats_per_token.value:.3f}" in printed.out
     assert "least rank 16" in printed.out
-    assert printed.out.count("not asked for") == 3
+    # The verdict comes first, and names the reason why there is none.
+    assert printed.out.startswith(
+        "Undecided: what a better head would buy was not measured.\nThe reason: not asked"
+    )
+    assert printed.out.count("not asked for") == 1 + 3
     # Weights at random: the other answers are about nothing.
     assert "is near that of a uniform guess, 5.55" in printed.out
     assert str(out / "results.json") in printed.out
@@ -145,7 +150,8 @@ def test_as_a_process_with_a_pipe(model: Path, text: Path, tmp_path: Path) -> No
     assert done.returncode == 0
     assert all(line[6:10] == " s  " for line in done.stderr.splitlines())
     assert "\x1b" not in done.stdout
-    assert done.stdout.startswith("tiny: width 16, vocabulary 256")
+    assert done.stdout.startswith("Undecided: ")
+    assert "tiny: width 16, vocabulary 256" in done.stdout
     assert done.stdout.splitlines()[-1] == f"page    {out / 'report.html'}"
 
 
@@ -190,7 +196,10 @@ def test_flags_reach_the_settings() -> None:
     )
     assert (settings.tokens, settings.window, settings.memory) == (4096, 128, 1 << 29)
     assert (settings.components, settings.seeds, settings.search_seconds) == (3, 4, 9.0)
-    assert (settings.seed, settings.heads, settings.rates) == (7, QUICK.heads, QUICK.rates)
+    assert (settings.seed, settings.heads, settings.fit_work) == (7, QUICK.heads, QUICK.fit_work)
+    assert _settings(Diagnose(thorough=True)) == THOROUGH
+    with pytest.raises(FullrankError, match="--quick and --thorough"):
+        _settings(Diagnose(quick=True, thorough=True))
 
 
 def test_the_dtype_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,7 +629,8 @@ def test_a_training_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main.run(["diagnose", str(trained), "--out", str(out), "--device", "cpu", "--quick"]) == 0
     printed = capsys.readouterr()
     assert "every window begins with <eos>" in printed.err.splitlines()
-    assert printed.out.startswith("mixed: width 6")
+    assert printed.out.startswith("Undecided: what a better head would buy was not measured.")
+    assert "mixed: width 6" in printed.out
     record, _ = results.load(out / "results.json")
     assert isinstance(record, Diagnosis)
     assert (record.model.name, record.model.source) == ("mixed", "run")

@@ -16,7 +16,8 @@ from fullrank.cli.collapse import Collapse, collapse
 from fullrank.cli.upgrade import Upgrade, upgrade
 from fullrank.errors import FullrankError
 from fullrank.fit import comparison
-from fullrank.models.loading import quiet
+from fullrank.fit.collect import tokenise
+from fullrank.models.loading import load, quiet
 from fullrank.upgrade import run
 from fullrank.upgrade import training as fit
 
@@ -80,14 +81,15 @@ def upgraded(model: Path, tmp_path: Path) -> Run:
     return do
 
 
-def logits(directory: Path) -> torch.Tensor:
+def logits(directory: Path, ids: torch.Tensor | None = None) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     import fullrank.models.causal_lm  # noqa: F401
 
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(directory).eval()
-    ids = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
+    if ids is None:
+        ids = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return torch.log_softmax(model(input_ids=ids).logits, dim=-1)
 
@@ -139,8 +141,6 @@ def test_training_prints_controls_and_saves_what_was_judged(
     assert torch.equal(loaded.get_input_embeddings().weight, original.get_input_embeddings().weight)
     assert not torch.equal(loaded.get_input_embeddings().weight, loaded.lm_head.decoder.weight)
     # The saved weights are those whose loss the record gives: on the same held-out windows.
-    from fullrank.models.loading import load
-
     again = load(out)
     seen = fit.read_text(
         again.model, again.tokenizer, [text], settings=fit.Settings(tokens=1024, window=64),
@@ -207,8 +207,6 @@ def test_auto_says_when_no_head_is_worth_it(
 def test_auto_tries_bent_heads_over_a_soft_cap_too(text: Path, tmp_path: Path) -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    from fullrank.models.loading import load
-
     config = Gemma2Config(
         **SIZES, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0
     )
@@ -234,9 +232,13 @@ def test_collapse_writes_a_plain_model(
     assert record.model == source.name
     assert "KL(upgraded || plain)" in capsys.readouterr().out
     assert "What it costs" in report.render(record, made)
-    ours, plain = logits(source), logits(out)
+    # End to end on the held-out windows the cost is what the record says.
+    windows = tokenise(load(source).tokenizer, [text], tokens=1024, window=64, longest=None).ids[11:]
+    assert windows[:, 1:].numel() == record.text.held_out_tokens
+    ours, plain = logits(source, windows)[:, :-1], logits(out, windows)[:, :-1]
     cost = (ours.exp() * (ours - plain)).sum(dim=-1).mean().item()
-    assert cost == pytest.approx(record.cost.value, rel=1.0, abs=1e-3)
+    assert cost == pytest.approx(record.cost.value, rel=1e-3)
+    assert record.cost.value < record.start.value
 
 
 def test_an_interrupted_training_leaves_the_states_alone(

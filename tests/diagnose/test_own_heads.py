@@ -39,7 +39,7 @@ TRANSFORMER = [
     "body.hidden=8", "body.heads=2", "body.inner=12", "data.level=words", "data.vocabulary_from=all",
     "batch=4", "length=16", "head.components=3", "steps=8", "evaluate_every=4",
 ]  # fmt: skip
-SMALL = dataclasses.replace(QUICK, window=32, search_seconds=4.0)
+SMALL = dataclasses.replace(QUICK, tokens=4096, window=32, search_seconds=4.0, fit_work=1e8)
 SINGLE = ("softmax", "low_rank", "moc", "sigsoftmax", "plif")
 LINEAR_LAYER = {"rank_needed", "better_head", "unreachable", "gradient"}
 
@@ -225,10 +225,11 @@ def test_a_softmax_run_answers_everything(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("head", ["sigsoftmax", "plif"])
-def test_a_bent_head_answers_all_but_one(shop: Shop, head: str) -> None:
+def test_a_bent_head_answers_all_but_the_fits(shop: Shop, head: str) -> None:
     record = diagnose_run(shop.run(f"lstm-{head}"), settings=SMALL)
-    assert set(reasons(record)) == {"better_head"}
+    assert set(reasons(record)) == {"rank_needed", "better_head"}
     assert f"{head} bends the scores" in reasons(record)["better_head"]
+    assert "bent by a function that no control has" in reasons(record)["rank_needed"]
 
 
 @pytest.mark.parametrize("name", ["lstm-mos", "lstm-doc", "transformer-mos"])

@@ -180,7 +180,7 @@ def test_what_is_damaged_or_foreign_is_passed_over_with_a_line(
         trained(setting, file)
     else:
         with monkeypatch.context() as patched:
-            crash_at(3, patched)
+            crash_at(2, patched)
             with pytest.raises(Crash):
                 trained(setting, file)
     (kept,) = tmp_path.iterdir()

@@ -9,6 +9,8 @@ from fullrank.report.page import Answer
 from fullrank.report.pages.answer import answer, shared_caution
 from fullrank.report.subject import subjects_of
 from fullrank.results import Diagnosis, Estimate
+from fullrank.results.diagnosis import Verdict
+from fullrank.results.diagnosis import Verdict
 
 
 def answered(record: Diagnosis) -> Answer:
@@ -26,7 +28,7 @@ def test_three_sentences_and_the_two_figures(diagnosis: Diagnosis) -> None:
     said = answered(diagnosis)
     assert len(said.sentences) == 3
     assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in said.sentences)
-    rank, gain = said.tiles
+    gain, rank = said.tiles
     assert (rank.value, rank.unit, rank.remarks) == ("301", "of width D = 576", ("95% interval 250 to 380",))
     assert (gain.value, gain.unit) == ("0.014", "nats per token")
     assert gain.remarks == ("95% interval 0.006 to 0.022", "1.4% of the perplexity, with moss")
@@ -36,11 +38,35 @@ def test_three_sentences_and_the_two_figures(diagnosis: Diagnosis) -> None:
     assert "disputed" in said.sentences[2]
 
 
+def test_a_verdict_leads_and_says_what_would_have_been_seen(diagnosis: Diagnosis) -> None:
+    lines = ("Held back: it is.", "moss gains much; 0.0042 would have been seen.", "Next: go on.")
+    gain = Estimate(value=0.014, low=0.006, high=0.022)
+    made = Verdict(outcome="held back", gain=gain, smallest=0.0042, lines=lines, next="go on")
+    said = answered(dataclasses.replace(diagnosis, verdict=made))
+    assert (said.lead, *said.sentences[:2]) == lines
+    assert len(said.sentences) == 3
+    _, seen, rank = said.tiles
+    assert (seen.value, seen.unit) == ("0.0042", "nats per token")
+    assert rank.value == "301"
+    # What is not known is no figure.
+    unknown = answered(dataclasses.replace(diagnosis, verdict=dataclasses.replace(made, smallest=math.inf)))
+    assert unknown.tiles[1].value == "–"
+
+
+def test_a_rank_that_is_a_bound_is_shown_as_one(diagnosis: Diagnosis) -> None:
+    assert diagnosis.rank_needed is not None
+    for bound in ("at least", "at most"):
+        needed = dataclasses.replace(diagnosis.rank_needed, bound=bound)
+        tile = answered(dataclasses.replace(diagnosis, rank_needed=needed)).tiles[-1]
+        assert tile.value == f"{bound} 301"
+        assert not any("interval" in remark for remark in tile.remarks)
+
+
 def test_an_interval_with_zero_is_no_gain(diagnosis: Diagnosis) -> None:
     said = answered(with_gain(diagnosis, 0.003, -0.001, 0.007))
     assert said.sentences[1].startswith("No gain from a better head can be told from zero")
     assert "saves" not in said.sentences[1]
-    assert said.tiles[1].remarks[-1] == "cannot be told from zero"
+    assert said.tiles[0].remarks[-1] == "cannot be told from zero"
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.02), (-0.02, 0.0)])
@@ -53,13 +79,13 @@ def test_a_loss_is_no_gain(diagnosis: Diagnosis) -> None:
     said = answered(with_gain(diagnosis, -0.02, -0.03, -0.01))
     assert said.sentences[1].startswith("No better head was found")
     assert "worse by 0.020 nats per token (0.010 to 0.030)" in said.sentences[1]
-    assert said.tiles[1].value == "−0.020"
+    assert said.tiles[0].value == "−0.020"
 
 
 def test_a_gain_without_interval_is_not_claimed(diagnosis: Diagnosis) -> None:
     said = answered(with_gain(diagnosis, 0.02, math.nan, math.nan))
     assert "cannot be told from chance" in said.sentences[1]
-    assert {"no interval", "cannot be told from zero"} <= set(said.tiles[1].remarks)
+    assert {"no interval", "cannot be told from zero"} <= set(said.tiles[0].remarks)
 
 
 def test_a_loss_that_still_falls_is_said(diagnosis: Diagnosis) -> None:
@@ -69,7 +95,26 @@ def test_a_loss_that_still_falls_is_said(diagnosis: Diagnosis) -> None:
     assert said.sentences[0].startswith(
         "The model uses its width to the end: its loss still falls at rank 576"
     )
-    assert "the loss still falls at full width" in said.tiles[0].remarks
+    assert "the loss still falls at full width" in said.tiles[-1].remarks
+
+
+def test_the_verdict_comes_first(diagnosis: Diagnosis) -> None:
+    assert diagnosis.better_head is not None
+    assert diagnosis.rank_needed is not None
+    verdict = Verdict(
+        outcome="not held back", gain=diagnosis.better_head.best_gain, smallest=0.0123,
+        lines=("Not held back: <b>so</b>.", "By how much.", "Next: nothing."), next="",
+    )  # fmt: skip
+    needed = dataclasses.replace(diagnosis.rank_needed, bound="at most")
+    said = answered(dataclasses.replace(diagnosis, verdict=verdict, rank_needed=needed))
+    assert said.lead == "Not held back: <b>so</b>."
+    assert said.sentences[:2] == ("By how much.", "Next: nothing.")
+    _, seen, rank = said.tiles
+    assert (seen.value, seen.unit) == ("0.0123", "nats per token")
+    assert any("nothing was planted" in remark for remark in seen.remarks)
+    assert rank.value == "at most 301"
+    unknown = dataclasses.replace(verdict, smallest=math.inf)
+    assert answered(dataclasses.replace(diagnosis, verdict=unknown)).tiles[1].value == "–"
 
 
 def test_what_was_not_measured_is_named_with_its_reason(partial: Diagnosis) -> None:
