@@ -98,14 +98,14 @@ def test_held_back() -> None:
     assert "4.9% of perplexity" in found.lines[0]
     assert "mos with 4 components gains +0.0500 (95%: +0.0480 to +0.0520)" in found.lines[1]
     assert "0.0080 or more would have been seen" in found.lines[1]
-    assert found.next == "fullrank upgrade models/tiny --head mos --components 4 --train prose.txt"
+    assert found.next == "fullrank upgrade models/tiny --head mos --components 4 --train TEXT"
     assert found.next in found.lines[2]
 
 
 def test_a_head_without_components_is_upgraded_to_without_them() -> None:
     found = checked(record(around(0.05), components=1))
     assert "mos gains" in found.lines[1]
-    assert found.next == "fullrank upgrade models/tiny --head mos --train prose.txt"
+    assert found.next == "fullrank upgrade models/tiny --head mos --train TEXT"
 
 
 def test_the_command_is_one_that_can_be_typed() -> None:
@@ -114,7 +114,9 @@ def test_the_command_is_one_that_can_be_typed() -> None:
     made = dataclasses.replace(
         made,
         model=dataclasses.replace(made.model, given=""),
-        text=dataclasses.replace(made.text, sources=("Python 3.11's own documentation, 90 texts",)),
+        text=dataclasses.replace(
+            made.text, sources=("Python 3.11.7 documentation and docstrings, 90 pieces",)
+        ),
     )
     assert checked(made).next == "fullrank upgrade --head mos --components 4 --train-default"
 

@@ -117,9 +117,6 @@ def test_the_grid_grows_past_its_edge_where_the_best_lies_there(
     assert found.rate == pytest.approx(best)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="loop.fit grows downwards only where every rate of the grid does harm: a defect"
-)
 def test_the_grid_grows_downwards_also_where_its_low_edge_gains_something() -> None:
     """Far too fast, but not so fast that nothing is gained: a smaller rate is better by much."""
     made: list[Bowl] = []

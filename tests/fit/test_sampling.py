@@ -30,7 +30,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def plain_head(
+def plain_layer(
     V: int = 200, D: int = 12, *, bias: bool = False, cap: float | None = None, size: float = 0.5
 ) -> Head:
     head = build("softmax", hidden=D, vocab=V, bias=bias)
@@ -93,7 +93,7 @@ def moved(head: Head, setting: Setting, by: float = 0.15) -> Trainee:
 @pytest.mark.parametrize("components", [1, 2])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_the_start_is_the_model_to_the_rounding(kind: str, components: int, scale: float) -> None:
-    plain = plain_head(**KINDS[kind], size=0.5 / scale)
+    plain = plain_layer(**KINDS[kind], size=0.5 / scale)
     setting = ready(plain, parts_of(plain, scale=scale))
     assert len(trained_rows(setting)) < plain.vocab
     head = plain if components == 1 else mixture_over(plain, components)
@@ -109,7 +109,7 @@ def test_the_start_is_the_model_to_the_rounding(kind: str, components: int, scal
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_estimated_normaliser_is_unbiased_after_a_move(kind: str) -> None:
     count, target = 8000, 5
-    plain = plain_head(60, 8, **KINDS[kind])
+    plain = plain_layer(60, 8, **KINDS[kind])
     same = part_of(gaussian(1, 8, seed=3).expand(count, 8), torch.full((count,), target))
     # One token alone occurs, so that few rows are trained and the rest is drawn, anew for every copy of it.
     setting = ready(plain, Parts(fit=same, choose=same, held_out=same), rows=20)
@@ -130,7 +130,7 @@ def test_the_estimated_normaliser_is_unbiased_after_a_move(kind: str) -> None:
 
 def test_the_gradient_of_the_estimated_loss_is_the_exact_one_in_the_mean() -> None:
     copies = 600
-    plain = plain_head(50, 6)
+    plain = plain_layer(50, 6)
     hidden, targets = gaussian(8, 6, seed=3), torch.arange(8)
     many = part_of(hidden.repeat(copies, 1), targets.repeat(copies))
     setting = ready(plain, Parts(fit=many, choose=many, held_out=many), rows=15)
@@ -153,7 +153,7 @@ def test_the_gradient_of_the_estimated_loss_is_the_exact_one_in_the_mean() -> No
 
 
 def test_draws_follow_the_start_and_spare_the_trained_rows() -> None:
-    output = layer_of(plain_head(30, 6))
+    output = layer_of(plain_layer(30, 6))
     state, count = gaussian(1, 6, seed=3), 1000
     rows = torch.tensor([0, 4, 7, 20])
     found = sampling.sample(
@@ -175,7 +175,7 @@ def test_draws_follow_the_start_and_spare_the_trained_rows() -> None:
 
 
 def test_a_step_takes_some_of_the_draws_and_other_ones_the_next_time() -> None:
-    plain = plain_head()
+    plain = plain_layer()
     sampled = ready(plain, parts_of(plain)).sampled
     assert sampled is not None
     few, other = sampled[0].fewer(), sampled[0].fewer()
@@ -195,7 +195,7 @@ def test_columns_are_drawn_from_their_rows() -> None:
 
 
 def test_every_target_is_trained_and_then_the_likeliest() -> None:
-    plain = plain_head(100, 6, bias=True)
+    plain = plain_layer(100, 6, bias=True)
     plain.decoder.bias[77] += 9
     output, hidden, targets = layer_of(plain), gaussian(50, 6), torch.arange(50) % 11 * 9
     rows = sampling.rows_to_train(output, hidden, targets, 20, 1 << 20)
@@ -210,7 +210,7 @@ def test_every_target_is_trained_and_then_the_likeliest() -> None:
 
 
 def test_targets_outside_the_trained_rows_are_judged_too() -> None:
-    plain = plain_head(400, 8)
+    plain = plain_layer(400, 8)
     setting = ready(plain, parts_of(plain, (40, 100, 100)), rows=1)
     rows, choose = trained_rows(setting), setting.parts.choose
     assert setting.sampled is not None
@@ -232,7 +232,7 @@ def test_targets_outside_the_trained_rows_are_judged_too() -> None:
 @pytest.mark.parametrize("V", [2, 5, 12])
 @pytest.mark.parametrize("kind", ["plain", "both"])
 def test_vocabularies_so_small_that_no_other_rows_are_left(V: int, kind: str) -> None:
-    plain = plain_head(V, 8, **KINDS[kind])
+    plain = plain_layer(V, 8, **KINDS[kind])
     setting = ready(plain, parts_of(plain))
     assert len(trained_rows(setting)) == V
     model = moved(mixture_over(plain), setting)
@@ -245,7 +245,7 @@ def test_vocabularies_so_small_that_no_other_rows_are_left(V: int, kind: str) ->
 
 
 def test_small_memory_changes_no_row_and_no_normaliser() -> None:
-    plain = plain_head(100, 6)
+    plain = plain_layer(100, 6)
     parts = parts_of(plain, (200, 60, 60))
     wide, narrow = (ready(plain, parts, rows=30, limit=limit).sampled for limit in (1 << 26, 1 << 12))
     assert wide is not None
@@ -257,11 +257,11 @@ def test_small_memory_changes_no_row_and_no_normaliser() -> None:
 def test_states_of_zero_are_refused() -> None:
     nothing = part_of(torch.zeros(10, 4), torch.zeros(10, dtype=torch.int64))
     with pytest.raises(FullrankError, match="zero"):
-        ready(plain_head(20, 4), Parts(fit=nothing, choose=nothing, held_out=nothing))
+        ready(plain_layer(20, 4), Parts(fit=nothing, choose=nothing, held_out=nothing))
 
 
 def test_a_head_that_is_no_rows_over_one_matrix_is_refused() -> None:
-    plain = plain_head(60, 6)
+    plain = plain_layer(60, 6)
     setting = ready(plain, parts_of(plain, (60, 40, 40)), rows=1)
     head = build("pointer", hidden=6, vocab=60)
     with pytest.raises(FullrankError, match="pointer is not rows over one matrix"):
@@ -270,7 +270,7 @@ def test_a_head_that_is_no_rows_over_one_matrix_is_refused() -> None:
 
 def test_the_layer_of_a_head_is_the_head() -> None:
     for kind in KINDS.values():
-        plain, hidden = plain_head(**kind), gaussian(5, 12)
+        plain, hidden = plain_layer(**kind), gaussian(5, 12)
         found = layer_of(plain)
         assert isinstance(found, OutputLayer)
         torch.testing.assert_close(found.logits(hidden).log_softmax(dim=1), plain(hidden))

@@ -128,7 +128,6 @@ def test_a_run_with_it_is_diagnosed(run: Path, tmp_path: Path) -> None:
 
 def test_question_six_fits_it() -> None:
     """On a text of two temperatures, which no softmax of the width says."""
-    from fullrank.diagnose.diagnosis import plain_head
     from fullrank.diagnose.questions.better_head import better_head, components_for
     from fullrank.fit import comparison
     from fullrank.fit.states import Part, Parts
@@ -145,9 +144,11 @@ def test_question_six_fits_it() -> None:
         blocks = torch.arange(windows)[:, None].expand(windows, 20)
         return Part(states=(hidden,), targets=targets, ids=targets, blocks=blocks)
 
+    from fullrank.fit.controls import plain_layer
+
     assert NAME in comparison.candidates()
     found = better_head(
-        plain_head(OutputLayer(weight=weight, tokens=32)),
+        plain_layer(OutputLayer(weight=weight, tokens=32)),
         Parts(fit=part(75), choose=part(15), held_out=part(30)),
         heads=(NAME,), measure_power=False,
         settings=comparison.Settings(seeds=1, rates=(0.5,), epochs=8),

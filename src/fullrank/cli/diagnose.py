@@ -62,13 +62,13 @@ class Diagnose:
     """Tokens a window, the longest context; 512 by default."""
     memory: float | None = None
     """GiB that states, buffers and copies of the output matrix may take, beside the model and one copy of its
-    output matrix in float32; 2 and six copies by default."""
+    output matrix in float32; 2 and ten copies by default."""
     components: int | None = None
     """Components of the mixtures; by default 2 to 4, as the split of the rows says."""
     seeds: int | None = None
     """Fits of the best head and its control; 1 by default."""
     search_seconds: float | None = None
-    """Time for the search for unreachable tokens; 25 by default, 8 with --quick."""
+    """Time for the search for unreachable tokens; 20 by default, 8 with --quick."""
     seed: int = 0
     """Seed of everything random."""
     bos: Literal["auto", "yes", "no"] = "auto"

@@ -33,13 +33,11 @@ from fullrank.diagnose.questions import (
 from fullrank.errors import FullrankError
 from fullrank.fit import collect, comparison, head_states
 from fullrank.fit import states as states_of
-from fullrank.heads import Head, build
-from fullrank.heads.base import without_matrix
+from fullrank.fit.controls import plain_layer
+from fullrank.heads import Head
 from fullrank.models import anatomy, checks
 from fullrank.models.head_anatomy import has_own_head
 from fullrank.models.loading import Loaded, from_objects, load
-from fullrank.models.output_layer import OutputLayer
-from fullrank.ops import Softcap
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS, Diagnosis, TextFacts
 
 Progress = Callable[[str, float], None]
@@ -54,7 +52,7 @@ class Settings:
 
     tokens: int | None = None
     """Tokens of text to run the model on; None: as many as `body_work` pays for."""
-    body_work: float = 3e12
+    body_work: float = 2.6e12
     """Multiplications that running the body may take, where tokens are not given."""
     most_tokens: int = 1 << 18
     """However small the model is."""
@@ -62,7 +60,7 @@ class Settings:
     """Tokens a window: the longest context."""
     memory: int = 0
     """Bytes that states, buffers and copies of the output matrix may take, beside the model and one copy of
-    its output matrix in fp32; 0 is 2 GiB and six copies."""
+    its output matrix in fp32; 0 is 2 GiB and ten copies."""
     heads: tuple[str, ...] = ()
     """None: mos, and trunk as well where a pass over the vocabulary is cheap."""
     components: int | None = None
@@ -74,7 +72,7 @@ class Settings:
     """Multiplications that one fit may take on a processor; a GPU does a thousand times that."""
     power: bool = True
     """Whether a gain is planted, to see what the fits would have seen."""
-    search_seconds: float = 25.0
+    search_seconds: float = 20.0
     """Time for the search for unreachable tokens and the capacity."""
     gradient_tokens: int = 512
     attention_loss_tokens: int = 1024
@@ -101,7 +99,6 @@ THOROUGH = Settings(
     body_work=1e15,
     most_tokens=1 << 20,
     heads=("mos", "trunk", "moss", "sigsoftmax"),
-    fit_work=4e12,
 )
 """For a GPU: a million tokens and more heads, in three minutes for a model of 135 million parameters."""
 
@@ -170,7 +167,7 @@ def run(
         if isinstance(model, str | Path):
             build = dataclasses.replace(build, facts=dataclasses.replace(build.facts, given=str(model)))
         if not settings.memory:
-            copies = 6 * 4 * build.output.weight.numel()
+            copies = 10 * 4 * build.output.weight.numel()
             settings = dataclasses.replace(settings, memory=(2 << 30) + copies)
         where = torch.device(device) if device_map else build.output.weight.device
         stack.enter_context(_caller_undisturbed(where))
@@ -343,9 +340,9 @@ class Answers:
             case "gradient":
                 return slices + 2 * self.limit
             case "rank_needed" | "better_head":
-                # W for scaled states, rows of it that are not trained, a copy with those that are, an inner
-                # factor; the states in three parts, scaled.
-                return 16 * V * D + 12 * N * D + self.limit * 3 // 2
+                # W refitted, rows of it that are not drawn from, with those that are trained, for a planted
+                # gain and for what is written down; the states in three parts, and their rows.
+                return 40 * V * D + 12 * N * D + self.limit * 3 // 2
             case "unreachable":
                 # W and its standard coordinates in fp64, and a copy in fp32 for the search.
                 return 24 * V * D + 16 * min(V * V, 1 << 25)
@@ -371,7 +368,7 @@ class Answers:
                 ids=self.targets.view(-1, length),
                 blocks=self.states.blocks.view(-1, length).to(device),
             )
-            self._ready = plain_head(self.output), states_of.split(whole)
+            self._ready = plain_layer(self.output), states_of.split(whole)
         return self._ready
 
     def _heads(self) -> tuple[str, ...]:
@@ -472,20 +469,6 @@ class Answers:
             self.output,
             limit=self.limit,
         )
-
-
-def plain_head(output: OutputLayer) -> Head:
-    """An output layer as a head, sharing its matrix."""
-    with without_matrix():
-        head = build("softmax", hidden=output.width, vocab=output.vocabulary, bias=output.bias is not None)
-    if isinstance(output.pointwise, Softcap):
-        head.cap_scores(output.pointwise.constant)
-    elif not output.linear:
-        raise FullrankError("its scores are bent by a function that no control has")
-    head.decoder.weight = torch.nn.Parameter(output.weight, requires_grad=False)
-    if output.bias is not None:
-        head.decoder.bias = torch.nn.Parameter(output.bias, requires_grad=False)
-    return head
 
 
 def tokens_for(settings: Settings, parameters: int) -> int:

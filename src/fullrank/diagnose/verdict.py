@@ -94,8 +94,10 @@ def _second(found: BetterHead, smallest: float) -> str:
             seen += " if the fits can find it (not tested)"
     elif found.power is not None:
         seen = f"a planted gain of {found.power.planted.value:.3f} was not found"
-    else:
+    elif math.isfinite(gain.high):
         seen = "its fits did not come to their end"
+    else:
+        seen = "there is too little text to say what would have been seen"
     return f"{words}; {seen}."
 
 
@@ -126,8 +128,9 @@ def _third(record: Diagnosis, found: BetterHead, outcome: str, command: str) -> 
 
 def _next(record: Diagnosis, found: BetterHead, outcome: str) -> str:
     model = f" {record.model.given}" if record.model.given else ""
-    source = " ".join(record.text.sources[:1])
-    text = "--train-default" if source.startswith("Python ") else f"--train {source}"
+    # Sources are names without their folders.
+    bundled = any("documentation and docstrings" in source for source in record.text.sources)
+    text = "--train-default" if bundled else "--train TEXT"
     if outcome == HELD_BACK:
         fit = next(one for one in found.fits if one.head == found.best)
         components = f" --components {fit.components}" if fit.components > 1 else ""

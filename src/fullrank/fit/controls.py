@@ -14,10 +14,43 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.heads import Head
+from fullrank.heads.base import without_matrix
 from fullrank.heads.contexts import Contexts
 from fullrank.heads.softmax import Softmax
+from fullrank.models.output_layer import OutputLayer
+from fullrank.ops import Pointwise, Softcap
 
 CONTROLS = ("softmax", "softmax_equal")
+
+
+def plain_layer(output: OutputLayer, *, hidden: int | None = None) -> Head:
+    """An output layer as a head of one row a token, sharing its matrix; `hidden` is the width of the states
+    where a map takes these to the layer's own."""
+    bias, capped = output.bias, isinstance(output.pointwise, Softcap)
+    kind = Softmax if output.linear or capped else PlainLayer
+    with without_matrix(), torch.random.fork_rng(devices=[]):
+        head = kind(
+            hidden=hidden or output.width, vocab=output.vocabulary, width=output.width, bias=bias is not None
+        )
+    # Before anything is moved: there is no matrix yet to move.
+    head.decoder.weight = nn.Parameter(output.weight, requires_grad=False)
+    if bias is not None:
+        head.decoder.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+    if capped:
+        head.cap_scores(output.pointwise.constant)
+    if isinstance(head, PlainLayer):
+        head.function = output.pointwise
+    return head.to(output.weight.device)
+
+
+class PlainLayer(Softmax):
+    """Softmax of a function of the scores that stays as it is."""
+
+    function: Pointwise
+
+    @property
+    def pointwise(self) -> Pointwise:
+        return self.function
 
 
 class Perceptron(nn.Module):

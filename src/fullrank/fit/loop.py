@@ -149,7 +149,7 @@ def fit(
             grown = len(raced) - len(plan.rates)
             if not waiting and len(plan.rates) > 1 and grown < GROWTH:
                 # Where the start is as good as anything, smaller steps lead nowhere either.
-                if best.rate == min(raced) and best.raced > best.curve[0][1] + plan.tolerance:
+                if best.rate == min(raced) and abs(best.raced - best.curve[0][1]) > plan.tolerance:
                     waiting.append(best.rate / STEP_RATIO)
                 elif best.rate == max(raced):
                     waiting.append(best.rate * STEP_RATIO)

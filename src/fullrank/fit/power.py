@@ -35,6 +35,8 @@ DETECTED = 2.8
 """Standard errors at which an effect is told from zero at 95% four times in five: 1.96 + 0.84."""
 FOUND = 0.4
 """Share of a planted gain that must be found for it to count as seen."""
+FARTHEST = 5.0
+"""How much smaller than the planted gain one may be that is said to be seen too: of less, less is found."""
 TOKENS = 128
 """On which the size of what is planted is set."""
 
@@ -203,7 +205,9 @@ def measure(
     share = min(1.0, seen.value / there.value) if there.value > 0 else 0.0
     error = estimates.mean_and_error(found, blocks)[1]
     # Where most of it was missed, what would have been seen of less is anybody's guess.
-    smallest = DETECTED * error / share if seen.low > 0 and share >= FOUND else math.inf
+    smallest = math.inf
+    if seen.low > 0 and share >= FOUND:
+        smallest = max(DETECTED * error / share, there.value / FARTHEST)
     return Power(
         planted=there, found=seen, smallest=smallest, converged=control.converged and mixture.converged
     )

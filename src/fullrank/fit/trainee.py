@@ -257,7 +257,8 @@ class Trainee(nn.Module):
         rows, log_prior = self._rows(states)
         weight, bias = self.whole_matrix()
         # A table that fits a processor's cache needs no chunks, and is twice as fast without.
-        small = rows.device.type == "cpu" and rows[..., 0].numel() * len(weight) <= SMALL_TABLE
+        scores = rows[..., 0].numel() * len(weight)
+        small = rows.device.type == "cpu" and scores <= min(SMALL_TABLE, self.setting.limit // 12)
         return mixture_nll(
             rows, log_prior, weight, targets, bias=bias, pointwise=self.head.pointwise, reduction="none",
             impl="reference" if small else "auto", workspace=None if small else self.setting.limit,

@@ -213,7 +213,7 @@ class RankPoint:
     refitted: Estimate | None
     """W = A B refitted on frozen states from the truncation; None for ranks that were not refitted."""
     learning_rate: float | None
-    """The pace that was chosen, relative to the width: `diagnose/frozen.py` says how it is meant."""
+    """The pace that was chosen, relative to the width: `fit/trainee.py` says how it is meant."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullrank.diagnose.diagnosis import plain_head
 from fullrank.diagnose.questions import better_head as module
 from fullrank.diagnose.questions.better_head import better_head
 from fullrank.errors import FullrankError
 from fullrank.fit import comparison
+from fullrank.fit.controls import plain_layer
 from fullrank.fit.states import Part, Parts
 from fullrank.fit.trainee import Trainee
 from fullrank.heads import Head
@@ -71,8 +71,8 @@ FEW = (30, 10, 20)
 
 def model(softcap: float | None = None) -> Head:
     if softcap is None:
-        return plain_head(OutputLayer(weight=WEIGHT, tokens=V))
-    return plain_head(OutputLayer(weight=WEIGHT, tokens=V, pointwise=Softcap(softcap)))
+        return plain_layer(OutputLayer(weight=WEIGHT, tokens=V))
+    return plain_layer(OutputLayer(weight=WEIGHT, tokens=V, pointwise=Softcap(softcap)))
 
 
 def by_name(found: BetterHead) -> dict[str, HeadFit]:

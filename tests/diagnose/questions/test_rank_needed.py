@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import settings as options
 from hypothesis import strategies as some
 
-from fullrank.diagnose.diagnosis import plain_head
 from fullrank.diagnose.questions.rank_needed import (
     crossing,
     knee,
@@ -23,6 +22,7 @@ from fullrank.diagnose.questions.rank_needed import (
 )
 from fullrank.errors import FullrankError
 from fullrank.fit import comparison
+from fullrank.fit.controls import plain_layer
 from fullrank.fit.states import Part, Parts
 from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import Softcap
@@ -53,7 +53,7 @@ def parts_of(output, states=lambda hidden: hidden, windows=(60, 15, 45)):
 
 def ask(output, parts=None, *, settings=SETTINGS, **more):
     parts = parts_of(output) if parts is None else parts
-    return rank_needed(plain_head(output), parts, settings=settings, **more)
+    return rank_needed(plain_layer(output), parts, settings=settings, **more)
 
 
 def curve(found):
@@ -216,7 +216,7 @@ def test_a_narrow_head_is_the_truncated_matrix_and_fits_start_there(cap):
     for rank in (1, 4, 9):
         projection = (factors[0][:, :rank] @ factors[1][:rank]).float()
         cut = dataclasses.replace(output, weight=output.weight @ projection)
-        found = narrow_head(plain_head(output), factors, rank)
+        found = narrow_head(plain_layer(output), factors, rank)
         assert found.width == rank
         torch.testing.assert_close(found(states), cut.logits(states).log_softmax(1), rtol=1e-4, atol=1e-4)
 

@@ -10,7 +10,6 @@ from fullrank.report.pages.answer import answer, shared_caution
 from fullrank.report.subject import subjects_of
 from fullrank.results import Diagnosis, Estimate
 from fullrank.results.diagnosis import Verdict
-from fullrank.results.diagnosis import Verdict
 
 
 def answered(record: Diagnosis) -> Answer:

@@ -31,8 +31,8 @@ from fullrank.heads.base import without_matrix
 from fullrank.heads.mixture import MixtureHead
 from fullrank.results.diagnosis import BetterHead, CurvePoint, Estimate, HeadFit, Power, SplitTest
 
-LEAST_PLANTED = 0.01
-"""Nats per token below which no gain is planted."""
+LEAST_PLANTED, LEAST_PLANTED_ONCE = 0.01, 0.05
+"""Nats per token below which no gain is planted; and where one try must do."""
 TRIES = 2
 """How often a gain is planted where the first was not found, the second four times as large; once where a
 pass over the vocabulary is dear."""
@@ -73,7 +73,7 @@ def better_head(
         measured = _power(
             found, gain, settings, lambda label, part: progress(label, share + part * (1 - share))
         )
-        gain = _reaching_up(gain, measured)
+        gain = gain if measured is None else _reaching_up(gain, measured)
     held_out = parts.held_out
     return BetterHead(
         original=estimates.mean(found.original, found.blocks),
@@ -132,22 +132,21 @@ def _power(
     gain: Estimate,
     settings: comparison.Settings,
     progress: Callable[[str, float], None],
-) -> power.Power:
-    """Plant what was found, or about what should just be seen, and more where that is not found."""
+) -> power.Power | None:
+    """Plant what was found, or about what should just be seen, and more where that is not found; None where
+    no mixture was fitted that could find it."""
     name = next((name for name, head in found.heads.items() if isinstance(head, MixtureHead)), None)
     if name is None or found.directions is None:
-        return power.Power(
-            planted=Estimate(value=0.0, low=0.0, high=0.0), found=Estimate(value=0.0, low=0.0, high=0.0),
-            smallest=math.inf, converged=False,
-        )  # fmt: skip
+        return None
     head = found.heads[name]
     assert isinstance(head, MixtureHead)
     fresh = started(name, found.setting.plain, found.setting.parts, head.components)
     assert isinstance(fresh, MixtureHead)
     error = (gain.high - gain.low) / 4
-    level = max(LEAST_PLANTED, gain.value, 2 * power.DETECTED * error)
-    control = found.refit if found.refit is not None else found.fits["softmax"][0]
     tries = TRIES if found.setting.sampled is None else 1
+    least = LEAST_PLANTED if tries > 1 else LEAST_PLANTED_ONCE
+    level = max(least, gain.value, 2 * power.DETECTED * error)
+    control = found.refit if found.refit is not None else found.fits["softmax"][0]
     for number in range(tries):
 
         def report(label: str, part: float, number: int = number) -> None:
@@ -176,7 +175,7 @@ def _split(found: comparison.Comparison) -> SplitTest | None:
     directions = found.directions
     if directions is None:
         return None
-    mixtures = [head.components for head in found.heads.values() if isinstance(head, MixtureHead)]
+    mixtures = [getattr(head, "components", 1) for head in found.heads.values()]
     return SplitTest(
         found=directions.found,
         null=directions.null,

@@ -24,15 +24,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullrank.diagnose.questions.spectrum import centred_gram, gram_matrix
 from fullrank.errors import FullrankError
 from fullrank.fit import comparison, estimates, training
+from fullrank.fit.controls import plain_layer
 from fullrank.fit.setting import Setting, layer_of
 from fullrank.fit.states import Part, Parts
-from fullrank.heads import Head, build
-from fullrank.heads.base import without_matrix
+from fullrank.heads import Head
 from fullrank.models.output_layer import OutputLayer
 from fullrank.results.diagnosis import Estimate, RankNeeded, RankPoint
 
@@ -84,7 +84,8 @@ def rank_needed(
         progress(f"rank {rank}", CUTTING * place / len(ranks))
         layer, down = narrowed(output, factors, rank)
         truncated[rank] = original if rank == D else layer.losses(hidden @ down, targets, limit)
-    cut_knee, _ = knee(truncated, blocks, tolerance, seed=settings.seed)
+    # Truncations change little by little, so that what lies between two of them can be read.
+    cut_knee, _ = knee(truncated, blocks, tolerance, seed=settings.seed, between=True)
     waiting = ranks_to_refit(ranks, cut_knee.value)
     refitted: dict[int, training.Fitted] = {}
     planned, more = len(waiting) + 1, MORE
@@ -190,16 +191,7 @@ def narrowed(output: OutputLayer, factors: tuple[Tensor, Tensor], rank: int) -> 
 def narrow_head(plain: Head, factors: tuple[Tensor, Tensor], rank: int) -> Head:
     """W Π_r as a softmax over rows of r entries."""
     layer, down = narrowed(layer_of(plain), factors, rank)
-    bias = plain.decoder.bias
-    with without_matrix(), torch.random.fork_rng(devices=[]):
-        head = build("softmax", hidden=plain.width, vocab=plain.vocab, width=rank, bias=bias is not None)
-    # Before anything is moved: there is no matrix yet to move.
-    head.decoder.weight = nn.Parameter(layer.weight, requires_grad=False)
-    if bias is not None:
-        head.decoder.bias = nn.Parameter(bias.detach().clone())
-    if plain.softcap is not None:
-        head.cap_scores(plain.softcap)
-    head.to(layer.weight.device)
+    head = plain_layer(layer, hidden=plain.width)
     with torch.no_grad():
         head.get_parameter(head.row_map).copy_(down.T)
     return head
@@ -213,10 +205,11 @@ def _beside(losses: Tensor, control: Tensor, blocks: Tensor) -> Estimate:
 
 
 def knee(
-    curve: dict[int, Tensor], blocks: Tensor, tolerance: float, *, seed: int = 0
+    curve: dict[int, Tensor], blocks: Tensor, tolerance: float, *, seed: int = 0, between: bool = False
 ) -> tuple[Estimate, str]:
     """The rank at which losses [N] by rank come within the tolerance of the largest rank's; "at most" where
-    they are from the smallest rank on, "at least" where they are not below the largest."""
+    they are from the smallest rank on, "at least" where they are not below the largest. `between` reads the
+    curve between its last two ranks as well."""
     ranks = np.array(sorted(curve))
     numbers, place = torch.unique(blocks, return_inverse=True)
     sums = torch.zeros(len(ranks), len(numbers), dtype=torch.float64)
@@ -234,7 +227,7 @@ def knee(
     need = Estimate(value=centre, low=float(min(low, centre)), high=float(max(high, centre)))
     if centre <= ranks[0]:
         return need, "at most"
-    if len(ranks) > 1 and level[-2] - level[-1] > tolerance:
+    if len(ranks) > 1 and not between and level[-2] - level[-1] > tolerance:
         # Between the last two ranks nothing was measured.
         return dataclasses.replace(
             need, value=float(ranks[-2]), low=min(need.low, float(ranks[-2]))
