@@ -52,13 +52,13 @@ class Upgrade:
     align: bool = False
     """Train a cache on HistAlign's ranking loss of its memories as well, with weight 1."""
     seeds: int | None = None
-    """Trainings of every head; 3 by default. The best on text set aside for it is saved."""
+    """Trainings of the best head and its control; 2 by default. The best on the choosing text is saved."""
     tokens: int | None = None
     """Tokens of text to run the body on; 16384 by default."""
     window: int | None = None
     """Tokens a window, the longest context; 512 by default."""
     epochs: int | None = None
-    """Passes over the text at most; 6 by default, fewer where nothing is gained."""
+    """Passes over the text at most; 60 by default (6 with --unfreeze), fewer where the curve is flat."""
     rows: int | None = None
     """Rows of the output matrix that are trained on a processor; 1536 by default, more for a rich text."""
     keep_tied: bool = False
