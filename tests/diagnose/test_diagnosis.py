@@ -38,6 +38,7 @@ from fullrank.models.loading import load, quiet
 from fullrank.models.output_layer import OutputLayer
 from fullrank.results import Diagnosis
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS
+from tests.peak_memory import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("few_orderings")
 
@@ -603,22 +604,6 @@ def test_the_function_is_not_hidden_by_a_module() -> None:
 
     assert callable(fullrank.diagnose.run)
     assert fullrank.diagnose.run is run
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes that torch's allocator held at once during `work`, beyond what it held before."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as seen:
-        kept = work()
-    events = seen.profiler.kineto_results.events()
-    steps = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
-    held = peak = 0
-    for _, _, size in steps:
-        held += size
-        peak = max(peak, held)
-    del kept
-    return peak
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,8 @@ def test_a_gain_that_is_found_although_a_planted_one_was_not_counts_where_it_mat
 
 def test_without_power_the_spread_speaks_and_says_that_nothing_was_planted() -> None:
     quick = checked(record(around(0.0, 0.004), power=None))
-    assert quick.outcome == NOT_HELD_BACK
+    # Nobody has tried whether these fits find what is there.
+    assert quick.outcome == UNDECIDED
     # 2.8 standard errors, of which an interval is 3.92 long.
     assert quick.smallest == pytest.approx(2.8 * 0.008 / 3.92)
     assert "(not tested)" in quick.lines[1]

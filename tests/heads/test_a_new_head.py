@@ -155,7 +155,7 @@ def test_question_six_fits_it() -> None:
     )  # fmt: skip
     fit = next(one for one in found.fits if one.head == NAME)
     assert found.split is not None
-    assert fit.components == components_for(found.split.sure, 4)
+    assert fit.components == components_for(found.split.sure)
     assert found.best == NAME
     assert fit.steps > 0
     assert fit.loss.value < found.original.value - 0.3

@@ -31,6 +31,7 @@ from fullrank.ops import (
 from fullrank.ops import workspace as workspace_module
 from fullrank.ops.arguments import product_dtype
 from fullrank.ops.workspace import Plan, make_plan
+from tests.peak_memory import peak_bytes
 
 TRAINED = ("rows", "log_prior", "weight", "bias", "slopes")
 CAP, LIMIT = 3.0, 2.0
@@ -238,25 +239,6 @@ def smallest_workspace(problem: Problem) -> int:
             workspace += 64
         else:
             return workspace
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes that torch's allocator held at once during `work`, beyond what it held before.
-
-    Every allocation is seen, also those inside an operator.
-    """
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as seen:
-        kept = work()
-    events = seen.profiler.kineto_results.events()
-    steps = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
-    held = peak = 0
-    for _, _, size in steps:
-        held += size
-        peak = max(peak, held)
-    del kept
-    return peak
 
 
 @pytest.fixture(scope="session")

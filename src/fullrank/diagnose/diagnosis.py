@@ -64,8 +64,7 @@ class Settings:
     heads: tuple[str, ...] = ()
     """None: mos, and trunk as well where a pass over the vocabulary is cheap."""
     components: int | None = None
-    """Components of the mixtures; None: by the split of the rows, `most_components` at most."""
-    most_components: int = 4
+    """Components of the mixtures; None: by the split of the rows."""
     seeds: int = 1
     """Fits of the best head and its control."""
     fit_work: float = 5e12
@@ -431,7 +430,6 @@ class Answers:
             parts,
             heads=self.settings.heads or self._heads(),
             components=self.settings.components,
-            most_components=self.settings.most_components,
             measure_power=self.settings.power,
             settings=self.effort(),
             progress=progress,

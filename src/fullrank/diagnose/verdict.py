@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+from fullrank.fit.power import DETECTED
 from fullrank.results.diagnosis import BetterHead, Diagnosis, Estimate, Verdict
 
 MATERIAL = 0.02
@@ -30,7 +31,7 @@ def verdict(record: Diagnosis) -> Verdict:
             lines=(
                 "Undecided: what a better head would buy was not measured.",
                 f"The reason: {reason}.",
-                "Next: fullrank diagnose with --only better_head, and without --skip better_head.",
+                "Next: ask for better_head, where this model and this text allow it.",
             ),
             next="",
         )  # fmt: skip
@@ -56,8 +57,8 @@ def smallest_seen(found: BetterHead) -> float:
     if found.power is not None:
         return found.power.smallest
     gain = found.best_gain
-    error = (gain.high - gain.low) / 3.92
-    return 2.8 * error if _converged(found) else math.inf
+    error = (gain.high - gain.low) / (2 * 1.96)
+    return DETECTED * error if _converged(found) else math.inf
 
 
 def outcome_of(found: BetterHead, smallest: float) -> str:
@@ -65,7 +66,9 @@ def outcome_of(found: BetterHead, smallest: float) -> str:
     if gain.low > 0 and gain.value >= LEAST:
         # Fits that miss most of a planted gain say that there is one, and not how large it is.
         return HELD_BACK if math.isfinite(smallest) or gain.value >= MATERIAL else UNDECIDED
-    return NOT_HELD_BACK if smallest <= MATERIAL and gain.value < MATERIAL else UNDECIDED
+    # Nothing found is an answer only where it was tried what would have been found.
+    tried = found.power is not None and smallest <= MATERIAL
+    return NOT_HELD_BACK if tried and gain.value < MATERIAL else UNDECIDED
 
 
 def _converged(found: BetterHead) -> bool:

@@ -29,7 +29,7 @@ from fullrank.fit.states import Part, Parts
 from fullrank.heads import Head
 from fullrank.heads.mixture import MixtureHead
 from fullrank.models.output_layer import OutputLayer
-from fullrank.results import Estimate
+from fullrank.results.diagnosis import Power
 
 DETECTED = 2.8
 """Standard errors at which an effect is told from zero at 95% four times in five: 1.96 + 0.84."""
@@ -41,34 +41,16 @@ TOKENS = 128
 """On which the size of what is planted is set."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Power:
-    """A planted gain, and what the fits made of it."""
-
-    planted: Estimate
-    found: Estimate
-    smallest: float
-    """Nats per token that would have been seen; infinite where the planted gain was not found."""
-    converged: bool
-
-    @property
-    def missed(self) -> float:
-        """What of the planted gain was not found, nats per token."""
-        return max(0.0, self.planted.value - self.found.value)
-
-
 @torch.no_grad()
 def plant(
     setting: Setting, directions: splitting.Directions, *, components: int, gain: float, seed: int
 ) -> Planted:
     """Targets from a split of the setting's plain head, with about this gain over it."""
     generator = torch.Generator().manual_seed(seed)
-    rows, (basis, mean) = directions.rows, directions.states
-    number = components - 1
-    drawn = torch.randn(number, rows.shape[1], basis.shape[1] + 1, generator=generator).to(rows)
+    rows, states = directions.rows, directions.states
+    drawn = torch.randn(components - 1, rows.shape[1], states[0].shape[1] + 1, generator=generator).to(rows)
     drawn /= drawn.flatten(1).norm(dim=1)[:, None, None]
-    maps = torch.einsum("dr,jrq,hq->jdh", rows, drawn[:, :, 1:], basis)
-    shifts = torch.einsum("dr,jr->jd", rows, drawn[:, :, 0]) - maps @ mean
+    maps, shifts = splitting.in_units(rows, states, drawn)
     codes = splitting.codes(components).to(maps)
     made = Planted(
         output=layer_of(setting.plain),
@@ -78,13 +60,13 @@ def plant(
     )
     some = setting.parts.fit
     at = torch.linspace(0, len(some) - 1, min(TOKENS, len(some)), device=some.targets.device).long()
-    plain, states = plain_rows(setting.plain, some)[at], some.states[0].flatten(0, 1)[at]
+    plain, hidden = plain_rows(setting.plain, some)[at], some.states[0].flatten(0, 1)[at]
     low, high = 0.0, 1.0
-    while made.at(high).divergence(plain, states) < gain and high < 1e4:
+    while made.at(high).divergence(plain, hidden) < gain and high < 1e4:
         high *= 2
     for _ in range(12):
         middle = (low + high) / 2
-        if made.at(middle).divergence(plain, states) < gain:
+        if made.at(middle).divergence(plain, hidden) < gain:
             low = middle
         else:
             high = middle

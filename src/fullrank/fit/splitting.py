@@ -146,14 +146,19 @@ def search(gathered: Gathered, *, own: int | None = None, seed: int = 0) -> Dire
     values, vectors = _leading(scores, drawn, x, DIRECTIONS, seed)
     null, _ = _leading(drawn[:, 0], drawn[:, 1:], x, 1, seed)
     judged = tuple(_quotient(gathered.judge, rows, states, vector) for vector in vectors)
-    # M in the units of states and rows, with the mean of the states in the shift.
-    basis, mean = states
-    maps = torch.einsum("dr,jrq,hq->jdh", rows, vectors[:, :, 1:], basis)
-    shifts = torch.einsum("dr,jr->jd", rows, vectors[:, :, 0]) - maps @ mean
+    maps, shifts = in_units(rows, states, vectors)
     return Directions(
         maps=maps, shifts=shifts, found=tuple(values.tolist()), null=float(null[0]), judged=judged,
         rows=rows, states=states,
     )  # fmt: skip
+
+
+def in_units(rows: Tensor, states: tuple[Tensor, Tensor], vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """M's of the coordinates [J, r, q] in the units of rows and states: maps [J, D, H], and shifts [J, D]
+    that have the mean of the states in them."""
+    basis, mean = states
+    maps = torch.einsum("dr,jrq,hq->jdh", rows, vectors[:, :, 1:], basis)
+    return maps, torch.einsum("dr,jr->jd", rows, vectors[:, :, 0]) - maps @ mean
 
 
 @torch.no_grad()

@@ -98,7 +98,7 @@ def test_a_mixture_is_found_where_the_truth_is_a_mixture() -> None:
     assert found.split is not None
     assert found.split.sure >= 1
     assert found.split.found[0] > 2 * found.split.null
-    assert found.split.components == module.components_for(found.split.sure, 4)
+    assert found.split.components == module.components_for(found.split.sure)
     assert found.split.gain is not None
     assert found.split.gain.low > 0
 
@@ -186,7 +186,7 @@ def test_the_record_says_what_was_done() -> None:
 @pytest.mark.parametrize("name", comparison.candidates())
 def test_every_head_starts_as_the_model(name: str, softcap: float | None) -> None:
     parts, plain = parts_of(one_softmax, FEW), model(softcap)
-    head = module.started(name, plain, parts, 3)
+    head = module.starting_as(plain, name, parts, 3)
     setting = comparison.setting_for([head], plain, parts, QUICK)
     found = Trainee(head, setting, 0).exact_losses(parts.held_out)
     original = Trainee(plain, setting, 0).exact_losses(parts.held_out)
@@ -196,8 +196,7 @@ def test_every_head_starts_as_the_model(name: str, softcap: float | None) -> Non
 
 
 def test_components_have_room_for_the_directions() -> None:
-    assert [module.components_for(sure, 8) for sure in range(9)] == [2, 2, 4, 4, 8, 8, 8, 8, 8]
-    assert [module.components_for(sure, 4) for sure in (0, 1, 3, 7)] == [2, 2, 4, 4]
+    assert [module.components_for(sure) for sure in range(9)] == [2, 2, 4, 4, 4, 4, 4, 4, 4]
 
 
 @pytest.mark.parametrize(

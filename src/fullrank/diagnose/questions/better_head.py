@@ -31,6 +31,8 @@ from fullrank.heads.base import without_matrix
 from fullrank.heads.mixture import MixtureHead
 from fullrank.results.diagnosis import BetterHead, CurvePoint, Estimate, HeadFit, Power, SplitTest
 
+MOST_COMPONENTS = 4
+"""Of a mixture, where their number is not given."""
 LEAST_PLANTED, LEAST_PLANTED_ONCE = 0.01, 0.05
 """Nats per token below which no gain is planted; and where one try must do."""
 TRIES = 2
@@ -44,7 +46,6 @@ def better_head(
     *,
     heads: Sequence[str],
     components: int | None = None,
-    most_components: int = 4,
     measure_power: bool = True,
     settings: comparison.Settings,
     progress: Callable[[str, float], None] = lambda label, share: None,
@@ -59,8 +60,8 @@ def better_head(
         )
 
     def make(sure: int) -> Mapping[str, Head]:
-        number = components or components_for(sure, most_components)
-        return {name: started(name, plain, parts, number) for name in heads}
+        number = components or components_for(sure)
+        return {name: starting_as(plain, name, parts, number) for name in heads}
 
     setting = comparison.setting_for(list(make(0).values()), plain, parts, settings)
     share = 0.7 if measure_power else 1.0
@@ -68,7 +69,7 @@ def better_head(
         setting, make, settings=settings, progress=lambda label, part: progress(label, share * part)
     )
     best, gain = found.best, found.gain(found.best)
-    measured: power.Power | None = None
+    measured: Power | None = None
     if measure_power:
         measured = _power(
             found, gain, settings, lambda label, part: progress(label, share + part * (1 - share))
@@ -89,21 +90,16 @@ def better_head(
         if found.refit is None
         else estimates.mean(found.original - found.refit.losses, found.blocks),
         split=_split(found),
-        power=None
-        if measured is None
-        else Power(
-            planted=measured.planted, found=measured.found, smallest=measured.smallest,
-            converged=measured.converged,
-        ),
-    )  # fmt: skip
+        power=measured,
+    )
 
 
-def components_for(sure: int, most: int) -> int:
-    """Components that have room for so many directions: a power of two, 2 at the least."""
-    return max(2, min(most, 2 ** math.ceil(math.log2(sure + 1))))
+def components_for(sure: int) -> int:
+    """Components that have room for so many directions: a power of two."""
+    return max(2, min(MOST_COMPONENTS, 2 ** math.ceil(math.log2(sure + 1))))
 
 
-def started(name: str, plain: Head, parts: Parts, components: int) -> Head:
+def starting_as(plain: Head, name: str, parts: Parts, components: int) -> Head:
     """A head that starts as the plain one."""
     layer, rows = layer_of(plain), plain_rows(plain, parts.fit)
     some = rows[:: max(1, len(rows) // 256)]
@@ -132,7 +128,7 @@ def _power(
     gain: Estimate,
     settings: comparison.Settings,
     progress: Callable[[str, float], None],
-) -> power.Power | None:
+) -> Power | None:
     """Plant what was found, or about what should just be seen, and more where that is not found; None where
     no mixture was fitted that could find it."""
     name = next((name for name, head in found.heads.items() if isinstance(head, MixtureHead)), None)
@@ -140,7 +136,7 @@ def _power(
         return None
     head = found.heads[name]
     assert isinstance(head, MixtureHead)
-    fresh = started(name, found.setting.plain, found.setting.parts, head.components)
+    fresh = starting_as(found.setting.plain, name, found.setting.parts, head.components)
     assert isinstance(fresh, MixtureHead)
     error = (gain.high - gain.low) / 4
     tries = TRIES if found.setting.sampled is None else 1
@@ -162,11 +158,12 @@ def _power(
     return measured
 
 
-def _reaching_up(gain: Estimate, measured: power.Power) -> Estimate:
+def _reaching_up(gain: Estimate, measured: Power) -> Estimate:
     """With what may be there and was not found: as large a share as of the planted gain, or all of that where
     most of it was missed."""
     if not math.isfinite(measured.smallest):
-        return dataclasses.replace(gain, high=gain.high + measured.missed)
+        missed = max(0.0, measured.planted.value - measured.found.value)
+        return dataclasses.replace(gain, high=gain.high + missed)
     share = min(1.0, measured.found.value / measured.planted.value)
     return dataclasses.replace(gain, high=max(gain.high, gain.high / share))
 
