@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,9 @@ class Config:
     """A directory to keep models, texts and diagnoses in; else they are removed."""
     limit: float = 3600.0
     """Seconds after which a diagnosis is stopped and counted as failed."""
+    processes: int = 1
+    """Cases at once, each with its share of the cores."""
+    first_seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,7 @@ class Reading:
     gain: float | None
     low: float | None
     high: float | None
+    """None where there is no upper end."""
     verdict: str
     """held back, not held back or undecided."""
     smallest: float | None
@@ -111,8 +119,8 @@ class Judged:
 def judged(planted: Planted, found: Reading) -> Judged:
     least, most = planted.gain_over_equal, planted.gain
     covers = None
-    if found.low is not None and found.high is not None:
-        covers = found.low <= most and found.high >= least
+    if found.low is not None:
+        covers = found.low <= most and (found.high is None or found.high >= least)
     near = None
     if planted.gain > 0 and found.gain is not None:
         near = (1 - NEAR) * least <= found.gain <= (1 + NEAR) * most
@@ -120,8 +128,13 @@ def judged(planted: Planted, found: Reading) -> Judged:
     return Judged(covers=covers, near=near, right=right)
 
 
-def run_case(name: str, seed: int, directory: Path, limit: float) -> dict[str, Any]:
+def run_case(name: str, seed: int, keep: Path | None, limit: float) -> dict[str, Any]:
     """Make a case, diagnose it as a user does, and compare."""
+    with tempfile.TemporaryDirectory() as passing:
+        return _run_case(name, seed, Path(passing) if keep is None else keep / f"{name}-{seed}", limit)
+
+
+def _run_case(name: str, seed: int, directory: Path, limit: float) -> dict[str, Any]:
     planted = plant(directory, CASES[name], seed=seed)
     truth = {
         field: value for field, value in dataclasses.asdict(planted).items() if field not in ("model", "text")
@@ -142,6 +155,18 @@ def run_case(name: str, seed: int, directory: Path, limit: float) -> dict[str, A
     return row | {
         "found": dataclasses.asdict(found), "judged": dataclasses.asdict(judged(planted, found))
     }  # fmt: skip
+
+
+def run_all(cases: Sequence[tuple[str, int]], config: Config) -> Iterator[dict[str, Any]]:
+    """Rows, as they are done."""
+    if config.processes == 1:
+        yield from (run_case(name, seed, config.keep, config.limit) for name, seed in cases)
+        return
+    # Read by processes that are started from now on.
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // config.processes))
+    with ProcessPoolExecutor(config.processes, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(run_case, name, seed, config.keep, config.limit) for name, seed in cases]
+        yield from (done.result() for done in as_completed(waiting))
 
 
 def earlier(path: Path, commit: str) -> list[dict[str, Any]]:
@@ -182,7 +207,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
             str(row["seed"]),
             true,
             _signed(found["gain"]),
-            f"{_signed(found['low'])} to {_signed(found['high'])}",
+            _signed(found["low"])
+            + (f" to {_signed(found['high'])}" if found["high"] is not None else " or more"),
             _word(verdicts["covers"]),
             _word(verdicts["near"]),
             _signed(found["smallest"]),
@@ -210,19 +236,19 @@ def main(config: Config) -> None:
     if not console.is_terminal:
         # In a file the table keeps its lines.
         console = Console(width=140)
-    for seed in range(config.seeds):
-        for name in config.cases:
-            if any((row["case"], row["seed"]) == (name, seed) for row in rows):
-                continue
-            console.print(f"{name}, seed {seed}", style="dim")
-            with tempfile.TemporaryDirectory() as passing:
-                place = Path(passing) if config.keep is None else config.keep / f"{name}-{seed}"
-                rows.append(run_case(name, seed, place, config.limit))
-            document = {
-                "kind": "calibration", "version": 1, "made": dataclasses.asdict(made), "data": {"rows": rows}
-            }  # fmt: skip
-            write_whole(config.out, json.dumps(document, indent=1) + "\n")
-    console.print(table([row for row in rows if row["case"] in config.cases and row["seed"] < config.seeds]))
+    known = {(row["case"], row["seed"]) for row in rows}
+    seeds = range(config.first_seed, config.first_seed + config.seeds)
+    wanted = [(name, seed) for seed in seeds for name in config.cases]
+    missing = [(name, seed) for name, seed in wanted if (name, seed) not in known]
+    for row in run_all(missing, config):
+        rows.append(row)
+        console.print(f"{row['case']}, seed {row['seed']}", style="dim")
+        document = {
+            "kind": "calibration", "version": 1, "made": dataclasses.asdict(made), "data": {"rows": rows}
+        }  # fmt: skip
+        write_whole(config.out, json.dumps(document, indent=1) + "\n")
+    rows.sort(key=lambda row: (list(CASES).index(row["case"]), row["seed"]))
+    console.print(table([row for row in rows if (row["case"], row["seed"]) in wanted]))
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ class Case:
     family: Literal["llama", "gpt_neox"] = "llama"
     tied: bool = False
     dtype: Dtype = "float32"
+    bits: int = 0
+    """Of the output matrix: each row on a grid of its own, as files for small machines have it; 0: none."""
     contexts: int | None = None
     """Words fall into so many classes that are the same as contexts; by default every word is its own."""
     sharpness: float = 1.5
@@ -107,6 +109,7 @@ CASES = {
         sharpness=2.0,
     ),
     "deep": Case(vocab=256, width=8, components=4, gain=0.60, tokens=200_000, sharpness=3.0),
+    "quantised": Case(vocab=384, width=16, components=4, gain=0.20, tokens=250_000, bits=4, dtype="float16"),
     "healthy_small": Case(vocab=384, width=16, tokens=300_000),
     "healthy_few": Case(vocab=512, width=16, tokens=20_000),
     "healthy_tied": Case(vocab=512, width=24, tokens=200_000, tied=True, dtype="bfloat16"),
@@ -117,6 +120,7 @@ CASES = {
     "healthy_large": Case(
         vocab=4096, width=32, tokens=300_000, contexts=512, dtype="bfloat16", sharpness=2.0
     ),
+    "healthy_quantised": Case(vocab=384, width=16, tokens=200_000, bits=4, dtype="float16"),
     "healthy_shift": Case(vocab=384, width=16, tokens=200_000, shift=0.2),
     "healthy_tails": Case(vocab=512, width=32, tokens=200_000, tails=True, dtype="bfloat16"),
 }  # fmt: skip
@@ -432,6 +436,9 @@ def _set_embedding(model: Any, case: Case, rows: Tensor) -> None:
 
 
 def _set_output(model: Any, case: Case, weight: Tensor) -> None:
+    if case.bits:
+        step = weight.abs().amax(dim=1, keepdim=True) / (2 ** (case.bits - 1) - 1)
+        weight = (weight / step).round() * step
     model.get_output_embeddings().weight.copy_(weight)
     model.to(getattr(torch, case.dtype)).to(torch.float32)
 

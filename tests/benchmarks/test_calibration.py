@@ -53,6 +53,7 @@ CASES = {
     "tied": {"components": 3, "gain": 0.04, "tied": True},
     "LayerNorm": {"components": 2, "gain": 0.1, "family": "gpt_neox", "dtype": "float16"},
     "layers": {"components": 2, "gain": 0.1, "layers": 2},
+    "quantised": {"components": 2, "gain": 0.1, "bits": 4, "dtype": "float16"},
     "healthy": {},
     "healthy, heavy tails": {"tails": True, "dtype": "bfloat16"},
     "healthy, shifted": {"shift": 0.3},
@@ -74,7 +75,7 @@ def test_truth_and_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert planted.gain >= planted.gain_over_equal - 1e-4
         assert planted.gain >= planted.gain_over_rows > 0
         # Rounding is all that stands between the stored matrix and the best one.
-        assert abs(planted.refit_gain) < 1e-3
+        assert abs(planted.refit_gain) < (0.03 if case.bits else 1e-3)
     else:
         assert planted.gain == planted.gain_over_equal == planted.gain_over_rows == 0
         assert (planted.refit_gain > 0.01) == (case.shift > 0)

@@ -91,13 +91,18 @@ def checked(made: Diagnosis) -> Verdict:
 def test_held_back() -> None:
     found = checked(record(around(0.05)))
     assert found.outcome == HELD_BACK
-    assert found.gain == around(0.05)
     assert found.smallest == SEEN.smallest
+    # Of 0.030 planted 0.025 were found, so 0.005 more is there, and up to twice that.
+    assert found.gain is not None
+    assert found.gain.value == pytest.approx(0.055)
+    assert (found.gain.low, found.gain.high) == pytest.approx((0.048, 0.062))
     # A gain of g nats lowers the perplexity by 1 - exp(-g).
     assert "tiny" in found.lines[0]
-    assert "4.9% of perplexity" in found.lines[0]
+    assert "about 5.4% of perplexity" in found.lines[0]
     assert "mos with 4 components gains +0.0500 (95%: +0.0480 to +0.0520)" in found.lines[1]
-    assert "0.0080 or more would have been seen" in found.lines[1]
+    assert "of a planted 0.030 the same fits find 0.025" in found.lines[1]
+    assert "+0.0550 (95%: +0.0480 to +0.0620) is there" in found.lines[1]
+    assert "a gain of 0.0080 would have been seen" in found.lines[1]
     assert found.next == "fullrank upgrade models/tiny --head mos --components 4 --train TEXT"
     assert found.next in found.lines[2]
 
@@ -129,6 +134,8 @@ def test_not_held_back() -> None:
     # However sure, a gain that is not worth a word is none.
     sure = Estimate(value=0.9 * LEAST, low=0.8 * LEAST, high=LEAST)
     assert verdict(record(sure)).outcome == NOT_HELD_BACK
+    # Up to what would have been seen there may be something.
+    assert found.gain == Estimate(value=0.001, low=around(0.001).low, high=SEEN.smallest)
 
 
 def test_undecided_where_a_gain_that_matters_would_not_have_been_seen() -> None:
@@ -146,12 +153,18 @@ def test_undecided_where_a_planted_gain_was_not_found() -> None:
     found = checked(record(around(0.001), power=MISSED))
     assert found.outcome == UNDECIDED
     assert math.isinf(found.smallest)
-    assert "a planted gain of 0.200 was not found" in found.lines[1]
+    assert "of a planted 0.200 the same fits find 0.000" in found.lines[1]
+    assert found.gain is not None
+    assert math.isinf(found.gain.high)
     assert found.next in found.lines[2]
 
 
 def test_a_gain_that_is_found_although_a_planted_one_was_not_counts_where_it_matters() -> None:
-    assert verdict(record(around(2 * MATERIAL), power=MISSED)).outcome == HELD_BACK
+    found = checked(record(around(2 * MATERIAL), power=MISSED))
+    assert found.outcome == HELD_BACK
+    # How much more there is nobody knows.
+    assert found.gain == Estimate(value=0.04, low=around(0.04).low, high=math.inf)
+    assert "at least 3.9% of perplexity" in found.lines[0]
     assert verdict(record(around(0.5 * MATERIAL), power=MISSED)).outcome == UNDECIDED
 
 
@@ -172,8 +185,13 @@ def test_without_power_a_fit_that_was_cut_off_says_nothing() -> None:
     assert found.outcome == UNDECIDED
     assert math.isinf(found.smallest)
     assert "did not come to their end" in found.lines[1]
-    # Cut off or not, what it gained it gained.
-    assert verdict(record(around(0.05), power=None, converged=False)).outcome == HELD_BACK
+    # Cut off or not, what it gained it gained, and there may be more.
+    for power in (None, SEEN):
+        cut = checked(record(around(0.05), power=power, converged=False))
+        assert cut.outcome == HELD_BACK
+        assert cut.gain == Estimate(value=0.05, low=around(0.05).low, high=math.inf)
+        assert "at least" in cut.lines[0]
+        assert "there may be more" in cut.lines[1]
 
 
 def test_where_the_refit_gains_much_the_advice_is_to_fine_tune() -> None:

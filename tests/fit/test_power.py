@@ -77,9 +77,7 @@ def test_tokens_come_from_the_mixture_that_is_judged() -> None:
 
 
 def measured(setting: Setting, gain: float) -> Power:
-    return power.measure(
-        setting, mixture_over(setting), directions_of(setting), gain=gain, rate=0.12, settings=SETTINGS
-    )
+    return power.measure(setting, mixture_over(setting), directions_of(setting), gain=gain, settings=SETTINGS)
 
 
 def test_a_planted_gain_is_found_where_tokens_are_many() -> None:

@@ -5,10 +5,17 @@
     undecided       neither: the fits could not have seen a gain that matters, or did not come to their end
 
 What matters is `MATERIAL` nats per token. The lines are the same in the terminal and on the page.
+
+By how much: fits to finite text find less than is there. A head pays for every parameter that it learns from
+noise, about the same whatever it gains, and so does the planted gain's, in the same states with as many
+tokens; what was missed of that is added to what was found (a bootstrap's correction of bias), once for the
+figure and twice for the upper end of its interval. The lower end is what was found. Where the fits did not
+come to their end, or missed most of what was planted, there is no upper end.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from fullrank.fit.power import DETECTED
@@ -36,15 +43,15 @@ def verdict(record: Diagnosis) -> Verdict:
             next="",
         )  # fmt: skip
     smallest = smallest_seen(found)
-    outcome = outcome_of(found, smallest)
+    gain, outcome = there(found, smallest), outcome_of(found, smallest)
     command = _next(record, found, outcome)
     return Verdict(
         outcome=outcome,
-        gain=found.best_gain,
+        gain=gain,
         smallest=smallest,
         lines=(
-            _first(record, found, outcome),
-            _second(found, smallest),
+            _first(record, gain, outcome),
+            _second(found, gain, smallest),
             _third(record, found, outcome, command),
         ),
         next=command,
@@ -61,9 +68,24 @@ def smallest_seen(found: BetterHead) -> float:
     return DETECTED * error if _converged(found) else math.inf
 
 
+def there(found: BetterHead, smallest: float) -> Estimate:
+    """Nats per token that a better head would gain: found, and missed."""
+    gain, tried = found.best_gain, found.power
+    if not _seen(gain):
+        return dataclasses.replace(gain, high=max(gain.high, smallest))
+    if tried is None or not math.isfinite(smallest) or not _converged(found):
+        return dataclasses.replace(gain, high=math.inf)
+    missed = max(0.0, tried.planted.value - tried.found.value)
+    return Estimate(value=gain.value + missed, low=gain.low, high=gain.high + 2 * missed)
+
+
+def _seen(gain: Estimate) -> bool:
+    return gain.low > 0 and gain.value >= LEAST
+
+
 def outcome_of(found: BetterHead, smallest: float) -> str:
     gain = found.best_gain
-    if gain.low > 0 and gain.value >= LEAST:
+    if _seen(gain):
         # Fits that miss most of a planted gain say that there is one, and not how large it is.
         return HELD_BACK if math.isfinite(smallest) or gain.value >= MATERIAL else UNDECIDED
     # Nothing found is an answer only where it was tried what would have been found.
@@ -75,33 +97,37 @@ def _converged(found: BetterHead) -> bool:
     return all(fit.converged for fit in found.fits if fit.head in ("softmax", found.best))
 
 
-def _first(record: Diagnosis, found: BetterHead, outcome: str) -> str:
+def _first(record: Diagnosis, gain: Estimate, outcome: str) -> str:
     name = record.model.name
     if outcome == HELD_BACK:
-        share = 1 - math.exp(-found.best_gain.value)
-        return f"Held back: the output layer of {name} costs it {share:.1%} of perplexity on this text."
+        share = f"{'about' if math.isfinite(gain.high) else 'at least'} {1 - math.exp(-gain.value):.1%}"
+        return f"Held back: the output layer of {name} costs it {share} of perplexity on text like this."
     if outcome == NOT_HELD_BACK:
         return f"Not held back: no better head was found for {name} on this text."
     return f"Undecided: this run cannot say whether the output layer holds {name} back."
 
 
-def _second(found: BetterHead, smallest: float) -> str:
-    gain = found.best_gain
+def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
+    measured, tried = found.best_gain, found.power
     fit = next(one for one in found.fits if one.head == found.best)
     kind = f"{found.best} with {fit.components} components" if fit.components > 1 else found.best
-    sure = f"{kind} gains" if gain.low > 0 else f"The best head tried, {kind}, comes to"
-    words = f"{sure} {_nats(gain)} nats per token over {_control(found.control)}"
-    if math.isfinite(smallest):
-        seen = f"a gain of {smallest:.4f} or more would have been seen"
-        if found.power is None:
-            seen += " if the fits can find it (not tested)"
-    elif found.power is not None:
-        seen = f"a planted gain of {found.power.planted.value:.3f} was not found"
-    elif math.isfinite(gain.high):
-        seen = "its fits did not come to their end"
+    sure = f"{kind} gains" if measured.low > 0 else f"The best head tried, {kind}, comes to"
+    words = f"{sure} {_nats(measured)} nats per token over {_control(found.control)}"
+    planted = "" if tried is None else f"of a planted {tried.planted.value:.3f} the same fits find "
+    planted += "" if tried is None else f"{tried.found.value:.3f}"
+    if tried is not None and not math.isfinite(smallest):
+        rest = f"{planted}: too little to say what is there"
+    elif not _converged(found):
+        rest = "its fits did not come to their end, so there may be more"
+    elif tried is None and math.isfinite(smallest):
+        rest = f"a gain of {smallest:.4f} or more would have been seen if the fits can find it (not tested)"
+    elif tried is None:
+        rest = "there is too little text to say what would have been seen"
+    elif _seen(measured):
+        rest = f"{planted}, so that {_nats(gain)} is there; a gain of {smallest:.4f} would have been seen"
     else:
-        seen = "there is too little text to say what would have been seen"
-    return f"{words}; {seen}."
+        rest = f"a gain of {smallest:.4f} or more would have been seen ({planted})"
+    return f"{words}; {rest}."
 
 
 def _control(name: str) -> str:
@@ -147,4 +173,6 @@ def _next(record: Diagnosis, found: BetterHead, outcome: str) -> str:
 
 
 def _nats(estimate: Estimate) -> str:
+    if not math.isfinite(estimate.high):
+        return f"{estimate.value:+.4f} (95%: {estimate.low:+.4f} or more)"
     return f"{estimate.value:+.4f} (95%: {estimate.low:+.4f} to {estimate.high:+.4f})"

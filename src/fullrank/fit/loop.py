@@ -4,8 +4,10 @@ Whatever can say which of its parameters move and what a batch loses (`Learner`)
 stored states, the closest softmax to a mixture, a body with its head.
 
     race      every learning rate of the grid gets some steps from the same start, a pass over the text at
-              most. While the best stands at an end of the grid the grid grows there: its edge is never the
-              answer unless that is as far as it goes
+              most. Of those that are level the largest wins: a mixture leaves its saddle slowly, and the
+              rate that has hardly moved in these steps would else win by not moving. While the winner stands
+              at an end of the grid the grid grows there: its edge is never the answer unless that is as far
+              as it goes
     steady    the best goes on at that rate until `patience` looks at the text for choosing in a row brought
               less than `tolerance` nats together, or the passes are used up
     fall      from the best weights so far the rate falls to zero, over half as long as these took
@@ -43,6 +45,8 @@ STEP_RATIO = 4.0
 """Between neighbouring learning rates where a grid grows."""
 GROWTH = 3
 """How often it may grow."""
+LEVEL = 1e-3
+"""Nats per token within which two rates are level after the race."""
 EVERY = 10.0
 """Seconds of training that a crash may cost."""
 DEAREST = 0.1
@@ -143,7 +147,8 @@ def fit(
             raced[run.rate] = run.raced
             # Only the best is kept: a run can be as large as a model. The same after a crash, since what the
             # race said of a run does not change.
-            if best is None or run.raced < best.raced:
+            level = min(raced.values()) + LEVEL
+            if best is None or (run.raced <= level and (run.rate > best.rate or best.raced > level)):
                 best = run
             del run
             grown = len(raced) - len(plan.rates)

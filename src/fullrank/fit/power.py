@@ -131,14 +131,13 @@ def measure(
     directions: splitting.Directions,
     *,
     gain: float,
-    rate: float,
     settings: comparison.Settings,
     progress: Callable[[str, float], None] = lambda stage, share: None,
 ) -> Power:
     """Plant a gain in a setting whose plain head is fitted, and look for it with a mixture over that head.
 
-    `rate` is what the control was found to want on the text itself. A mixture races its own: what it wants
-    where there is much to gain is not what it wants where there is nothing.
+    Both race their learning rates anew: what they want where there is much to gain is not what they want
+    where there is nothing.
     """
     made = plant(setting, directions, components=head.components, gain=gain, seed=settings.seed + 1)
     generator = torch.Generator(device=setting.parts.fit.targets.device).manual_seed(settings.seed + 2)
@@ -164,23 +163,20 @@ def measure(
     rows, states = plain_rows(setting.plain, held_out), held_out.states[0].flatten(0, 1)
     truth = made.losses(rows, states, held_out.targets.flatten(), limit)
 
-    def fit(
-        setting: Setting, one: Head, rates: tuple[float, ...], label: str, place: int
-    ) -> tuple[training.Fitted, dict[str, Tensor]]:
-        plan = dataclasses.replace(comparison.plan_for(setting, one, settings), rates=rates)
+    def fit(setting: Setting, one: Head, label: str, place: int) -> tuple[training.Fitted, dict[str, Tensor]]:
         return training.train(
-            setting, one, plan, seed=settings.seed,
+            setting, one, comparison.plan_for(setting, one, settings), seed=settings.seed,
             progress=lambda share: progress(label, (place + share) / 3),
         )  # fmt: skip
 
-    control, weights = fit(planted, planted.plain, (rate,), "planted gain: the control", 0)
+    control, weights = fit(planted, planted.plain, "planted gain: the control", 0)
     fitted = planted
     if planted.matrix:
         fitted = comparison.rebased_setting(planted, weights, control.rate)
     started, _, _ = comparison.started(
         fitted, {head.name: head}, settings, lambda share: progress("planted gain: split", (1 + share) / 3)
     )
-    mixture, _ = fit(fitted, started[head.name], settings.rates, f"planted gain: {head.name}", 2)
+    mixture, _ = fit(fitted, started[head.name], f"planted gain: {head.name}", 2)
     there = estimates.mean(control.losses - truth, blocks)
     found = control.losses - mixture.losses
     seen = estimates.mean(found, blocks)

@@ -48,12 +48,12 @@ SAMPLED_PIECE = 512
 """The same where every token has drawn rows of its own."""
 LEAST_BATCH, MOST_BATCH = 256, 4096
 """Tokens a step."""
-PER_PASS = 128
+PER_PASS = 256
 """Steps that a pass over much text has, about."""
 
 
 def batch_of(tokens: int) -> int:
-    """Tokens a step: more where there are more, so that a pass is not much more than a hundred steps."""
+    """Tokens a step: more where there are more, so that a pass is not many hundred steps."""
     wanted = 2 ** round(math.log2(max(1, tokens / PER_PASS)))
     return max(LEAST_BATCH, min(MOST_BATCH, wanted))
 

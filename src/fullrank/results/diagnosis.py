@@ -321,8 +321,7 @@ class BetterHead:
     best: str
     """The high-rank head with the lowest loss on the tokens set aside for choosing."""
     best_gain: Estimate
-    """Its gain over the best control. The interval reaches as far up as what a planted gain of that size lost
-    in the fits, because so much may be there and not be found."""
+    """Its gain over the best control as both were fitted here, with the spread over blocks of text."""
     seeds: int
     fit_tokens: int
     held_out_tokens: int
@@ -398,7 +397,9 @@ class Verdict:
     outcome: str
     """held back, not held back, or undecided."""
     gain: Estimate | None
-    """Nats per token that the best head buys over the best control; None where it was not measured."""
+    """Nats per token by which a better head would do better than the best control: what the fits found and
+    what they miss of a planted gain. inf for the upper end where that is not known; None where nothing was
+    measured."""
     smallest: float
     """The smallest gain that would have been seen, nats per token; inf where that is not known."""
     lines: tuple[str, ...]

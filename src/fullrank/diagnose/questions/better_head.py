@@ -13,7 +13,6 @@ from the start would reach.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -74,7 +73,6 @@ def better_head(
         measured = _power(
             found, gain, settings, lambda label, part: progress(label, share + part * (1 - share))
         )
-        gain = gain if measured is None else _reaching_up(gain, measured)
     held_out = parts.held_out
     return BetterHead(
         original=estimates.mean(found.original, found.blocks),
@@ -142,30 +140,18 @@ def _power(
     tries = TRIES if found.setting.sampled is None else 1
     least = LEAST_PLANTED if tries > 1 else LEAST_PLANTED_ONCE
     level = max(least, gain.value, 2 * power.DETECTED * error)
-    control = found.refit if found.refit is not None else found.fits["softmax"][0]
     for number in range(tries):
 
         def report(label: str, part: float, number: int = number) -> None:
             progress(label, (number + part) / tries)
 
         measured = power.measure(
-            found.setting, fresh, found.directions, gain=level,
-            rate=control.rate, settings=settings, progress=report,
+            found.setting, fresh, found.directions, gain=level, settings=settings, progress=report
         )  # fmt: skip
         if math.isfinite(measured.smallest):
             break
         level *= 4
     return measured
-
-
-def _reaching_up(gain: Estimate, measured: Power) -> Estimate:
-    """With what may be there and was not found: as large a share as of the planted gain, or all of that where
-    most of it was missed."""
-    if not math.isfinite(measured.smallest):
-        missed = max(0.0, measured.planted.value - measured.found.value)
-        return dataclasses.replace(gain, high=gain.high + missed)
-    share = min(1.0, measured.found.value / measured.planted.value)
-    return dataclasses.replace(gain, high=max(gain.high, gain.high / share))
 
 
 def _split(found: comparison.Comparison) -> SplitTest | None:
