@@ -80,6 +80,25 @@ def test_every_token_once_in_text_order(
     np.testing.assert_allclose(losses, truth(log_p, tokens, 2), rtol=2e-6)
 
 
+@settings(max_examples=20)
+@given(
+    length=st.integers(1, 60), batch=st.integers(1, 5), time=st.integers(1, 13),
+    context=st.booleans(), processes=st.integers(2, 4),
+)  # fmt: skip
+def test_the_shares_of_several_processes_are_the_whole(
+    length: int, batch: int, time: int, context: bool, processes: int
+) -> None:
+    model, log_p = table_model(20 if context else None)
+    tokens = text(length)
+    shares = [
+        token_losses(model, tokens, eos=2, batch=batch, length=time, rank=rank, processes=processes)
+        for rank in range(processes)
+    ]
+    np.testing.assert_allclose(sum(shares), truth(log_p, tokens, 2), rtol=2e-6)
+    # No token twice, not even one whose loss would be small.
+    assert (np.count_nonzero(shares, axis=0) == 1).all()
+
+
 def test_closed_form() -> None:
     model, log_p = table_model()
     tokens = text(500)

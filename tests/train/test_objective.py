@@ -100,6 +100,34 @@ def test_balance_penalty_by_hand() -> None:
     torch.testing.assert_close(prediction.value, prediction.nll + 10.0 * (0.6 / 1.5) ** 2)
 
 
+@pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "moc", "mos", "trunk", "doc"])
+def test_z_loss_is_of_the_normalisers_of_all_rows(name: str) -> None:
+    built = objective(name, dropout=0.0, tie=False, z_loss=0.01)
+    ids, targets = batch()
+    targets = targets.clone()
+    targets[0, :3] = -100
+    head = built.model.lm_head
+    rows, log_prior, _ = head.flat_parts(built.model.head_inputs(ids).states)
+    scores = head.pointwise(rows @ head.decoder.weight.T + head.decoder.bias)
+    size = (log_prior.exp() * scores.logsumexp(-1).square()).sum(-1)[targets.flatten() != -100].mean()
+    prediction = built(ids, targets)
+    torch.testing.assert_close(prediction.value, prediction.nll + 0.01 * size, rtol=1e-10, atol=0)
+    (found,) = torch.autograd.grad(prediction.value, head.decoder.weight)
+    (penalty,) = torch.autograd.grad(0.01 * size, head.decoder.weight)
+    built.z_loss = 0.0
+    without = built(ids, targets)
+    torch.testing.assert_close(prediction.nll, without.nll, rtol=1e-10, atol=0)
+    (plain,) = torch.autograd.grad(without.value, head.decoder.weight)
+    torch.testing.assert_close(found, plain + penalty, rtol=1e-8, atol=1e-12)
+
+
+def test_z_loss_of_a_head_whose_normalisers_are_not_at_hand_is_refused() -> None:
+    built = objective("mos", dropout=0.0, tie=False, z_loss=0.01)
+    built.model.lm_head = shard(built.model.lm_head)
+    with pytest.raises(FullrankError, match="z-loss"):
+        built(*batch())
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", ["moc", "mos", "moss", "trunk", "doc"])
 def test_balance_acts_on_every_mixture_whatever_way_its_loss_took(name: str, split: bool) -> None:

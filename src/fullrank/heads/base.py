@@ -304,13 +304,16 @@ class Head(nn.Module, ABC):
         ignore_index: int = -100,
         return_stats: bool = False,
         return_prior: bool = False,
+        return_normaliser: bool = False,
         **more: Any,
     ) -> Tensor | tuple[Any, ...]:
         """Log-probabilities [..., V] without targets; with targets [...] the loss, as `mixture_nll` has it.
 
         `context` [...] are the input ids under the states, for a head with `needs_context`; others ignore it.
         With `return_stats` a tuple of the loss and `TokenStats`; with `return_prior` the log prior
-        [tokens, K] of a mixture comes last. `more` is for a head that takes more, as a cache does memory.
+        [tokens, K] of a mixture comes next; with `return_normaliser` the mean of Σ_k prior_k l_k² over tokens
+        comes last, l_k the logsumexp of component k's scores: what z-loss holds down. `more` is for a head
+        that takes more, as a cache does memory.
         """
         states = self._checked(hidden, targets, context)
         if targets is None:
@@ -323,14 +326,22 @@ class Head(nn.Module, ABC):
             token_weight=token_weight,
             ignore_index=ignore_index,
             stats=return_stats,
+            normaliser=return_normaliser,
         )
         loss = self._loss(states, labels, context, **more)
-        if not return_stats and not return_prior:
-            return loss.value
         found: list[Any] = [loss.value]
         if loss.stats is not None:
             found.append(TokenStats(*(column.view(targets.shape) for column in loss.stats)))
-        return (*found, loss.log_prior) if return_prior else tuple(found)
+        if return_prior:
+            found.append(loss.log_prior)
+        if return_normaliser:
+            if loss.normaliser is None:
+                raise FullrankError(
+                    f"{self.name} does not give its normalisers: z-loss is for heads that are rows over one "
+                    "whole matrix"
+                )
+            found.append(loss.normaliser)
+        return found[0] if len(found) == 1 else tuple(found)
 
     @abstractmethod
     def _log_probs(self, states: list[Tensor], context: Tensor | None) -> Tensor:

@@ -22,6 +22,8 @@ class Labels:
     ignore_index: int
     stats: bool
     """Whether per-token statistics are asked for."""
+    normaliser: bool = False
+    """Whether the size of the normalisers is asked for."""
 
 
 class Loss(NamedTuple):
@@ -33,3 +35,5 @@ class Loss(NamedTuple):
     """Flat, where asked for."""
     log_prior: Tensor | None = None
     """[tokens, K] over the components of a mixture, from the pass that made the loss."""
+    normaliser: Tensor | None = None
+    """The mean of Σ_k prior_k l_k² over counted tokens, where asked for."""

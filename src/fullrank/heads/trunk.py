@@ -64,7 +64,7 @@ class Trunk(MixtureHead):
 
     def _loss(self, states: list[Tensor], labels: Labels, context: Tensor | None) -> Loss:
         # What the shared pass does not serve goes as whole rows: see `ops.trunk_nll`.
-        plain = self.softcap is None and not labels.stats
+        plain = self.softcap is None and not labels.stats and not labels.normaliser
         if not plain or self.private == self.width or self.contexts.dropping or self.components == 1:
             return super()._loss(states, labels, context)
         common, owned, log_prior = self.contexts.parts(states)

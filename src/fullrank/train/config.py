@@ -124,6 +124,8 @@ class Config:
     """Weight of the penalty on the last layer's size."""
     temporal: float = 0.0
     """Weight of the penalty on its change from one token to the next."""
+    z_loss: float = 0.0
+    """Weight of the penalty on the squared normalisers of a head's rows; 1e-4 is usual."""
     evaluate_every: int = 0
     """Steps from one evaluation to the next; 0 is one an epoch, and at least ten in a run."""
     evaluate_tokens: int = 0
@@ -164,10 +166,10 @@ class Config:
                 "epochs > 0"
             )
         amounts = (
-            "jitter_longer", "activation", "temporal", "evaluate_every", "evaluate_tokens", "final_tokens",
-            "checkpoint_every", "snapshot_every", "skip", "optimiser.weight_decay", "optimiser.clip",
-            "optimiser.warmup", "optimiser.decay", "optimiser.final", "optimiser.nonmonotone",
-            "optimiser.finetune_epochs", "head.balance",
+            "jitter_longer", "activation", "temporal", "z_loss", "evaluate_every", "evaluate_tokens",
+            "final_tokens", "checkpoint_every", "snapshot_every", "skip", "optimiser.weight_decay",
+            "optimiser.clip", "optimiser.warmup", "optimiser.decay", "optimiser.final",
+            "optimiser.nonmonotone", "optimiser.finetune_epochs", "head.balance",
         )  # fmt: skip
         for name in amounts:
             if not _value(self, name) >= 0:

@@ -9,6 +9,8 @@ The start of a piece has seen one token only, so batch=1 is exact and a larger b
 starts. A body with a context reads windows of `length` tokens. With stride < length they overlap: every token
 still counts once, and beyond the first window each sees more than length - stride tokens.
 
+Rows of a batch know nothing of each other, so processes that each hold the model take every n-th row.
+
 Neighbouring losses are alike, so tokens are not independent draws. The text is cut into contiguous blocks (64
 unless told), and the standard error is that of the mean over blocks (`fit.estimates`).
 """
@@ -87,9 +89,11 @@ def evaluate(
     device: torch.device | str = "cpu",
     blocks: int = BLOCKS,
     progress: Progress | None = None,
+    rank: int = 0,
+    processes: int = 1,
 ) -> Evaluation:
     """Predict the split, or `limit` tokens of it: its first ones, or so many pieces from all over it. stride
-    is for bodies with a context, None is length."""
+    is for bodies with a context, None is length. Several processes call this together, each on its share."""
     start = time.perf_counter()
     losses = token_losses(
         model,
@@ -100,7 +104,14 @@ def evaluate(
         stride=stride,
         device=device,
         progress=progress,
+        rank=rank,
+        processes=processes,
     )
+    if processes > 1:
+        # Zero wherever another process has it.
+        every = torch.from_numpy(losses).to(device)
+        torch.distributed.all_reduce(every)
+        losses = every.cpu().numpy()
     return summarise(losses, split, seconds=time.perf_counter() - start, blocks=blocks)
 
 
@@ -150,8 +161,11 @@ def token_losses(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     keep: Callable[[Tensor, Tensor], None] | None = None,
+    rank: int = 0,
+    processes: int = 1,
 ) -> np.ndarray:
-    """-log p of every token [L], fp32 nats in text order.
+    """-log p of every token [L], fp32 nats in text order; of one of several processes 0 for all tokens but
+    those in its rows.
 
     `keep(positions, states)` is given the last layer's states [n, H], what the head reads, and the positions
     [n] of the tokens that they predicted: for the neural cache.
@@ -161,12 +175,20 @@ def token_losses(
     def batches() -> Iterator[tuple[Tensor, Tensor, bool]]:
         return batches_of(model, tokens, eos=eos, batch=batch, length=length, stride=stride)
 
-    losses = torch.full((len(tokens),), torch.nan)
+    losses = torch.full((len(tokens),), torch.nan if processes == 1 else 0.0)
     waiting: list[tuple[Tensor, Tensor, Tensor]] = []
     done = 0
     carried: objective.Carried = ()
     with in_eval_mode(model), torch.no_grad():
         for ids, targets, fresh, position in _places(batches, tokens):
+            done += len(position)
+            if processes > 1:
+                own = torch.arange(len(ids)) % processes == rank
+                counted = targets != IGNORED
+                position = position[(counted & own[:, None])[counted]]
+                ids, targets = ids[own], targets[own]
+            if not len(ids):
+                continue
             found = objective.token_losses(
                 model,
                 ids.to(device, non_blocking=True),
@@ -176,7 +198,6 @@ def token_losses(
             carried = found.carried
             counted = targets != IGNORED
             waiting.append((found.nll, counted, position))
-            done += len(position)
             if len(waiting) * targets.numel() > _PENDING:
                 _settle(losses, waiting)
             if keep is not None:

@@ -87,7 +87,11 @@ class Learner:
             self.bare.lm_head = shard(self.bare.lm_head)
         config = self.config
         objective = Objective(
-            self.bare, activation=config.activation, temporal=config.temporal, balance=config.head.balance
+            self.bare,
+            activation=config.activation,
+            temporal=config.temporal,
+            balance=config.head.balance,
+            z_loss=config.z_loss,
         )
         if vocab_parallel:
             ignored_parameters(objective)

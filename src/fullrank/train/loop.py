@@ -363,8 +363,12 @@ class Session:
         state, averaged = self.state, self.learner.average is not None
         with self.learner.evaluated() as model:
             loss = math.nan
-            if self.main:
-                scored = self._score(model, "valid", self.config.evaluate_tokens)
+            # A sharded model is whole on the main process alone.
+            alone = self.learner.sharded
+            scored = None
+            if self.main or not alone:
+                scored = self._score(model, "valid", self.config.evaluate_tokens, alone=alone)
+            if self.main and scored is not None:
                 loss, found, started = scored.loss, {}, time.perf_counter()
                 if self.options.monitors and math.isfinite(loss):
                     found = self._measured(model)
@@ -387,7 +391,10 @@ class Session:
         if best:
             folder.publish(best[-1])
 
-    def _score(self, model: FullrankForCausalLM, split: str, limit: int) -> evaluate.Evaluation:
+    def _score(
+        self, model: FullrankForCausalLM, split: str, limit: int, *, alone: bool
+    ) -> evaluate.Evaluation:
+        """On this process alone, or on all of them together, each with every so-many-th row."""
         config, device = self.config, self.machine.device
         # In the precision of training; the last evaluations are in fp32.
         half = self.learner.half and not self.state.ended
@@ -396,6 +403,8 @@ class Session:
                 model, self.corpus.splits[split], eos=self.corpus.vocabulary.eos,
                 batch=config.evaluate_batch, length=config.length, limit=limit,
                 pieces=config.evaluate_batch, device=device,
+                rank=0 if alone else self.machine.process_index,
+                processes=1 if alone else self.machine.num_processes,
             )  # fmt: skip
 
     def _measured(self, model: FullrankForCausalLM) -> dict[str, Any]:
@@ -459,12 +468,16 @@ class Session:
 
     def _finish(self) -> None:
         """Validation and test with the best weights."""
-        if self.main:
+        alone = self.learner.sharded
+        # The main process may still be writing them.
+        self.machine.wait_for_everyone()
+        if self.main or not alone:
             model, best = self.learner.blank(), self._best()
             folder.restore(model, best.groups["model"], best.path)
             model.to(self.machine.device)
             limit = self.config.final_tokens
-            valid, test = self._score(model, "valid", limit), self._score(model, "test", limit)
+            valid, test = (self._score(model, split, limit, alone=alone) for split in ("valid", "test"))
+        if self.main:
             self.journal.evaluation("test", test, {}, 0.0, averaged=bool(best.state.get("averaged")))
             self.journal.write(
                 "end", reason=self.state.ended, best_step=best.step, seconds=self.state.seconds,

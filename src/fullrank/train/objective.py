@@ -1,11 +1,14 @@
 """What training minimises: a model's mean nats per token, and penalties on its states and priors.
 
     loss = nll + activation · mean(h²) + temporal · mean((r_t - r_{t-1})²) + balance · var(m) / mean(m)²
+               + z_loss · mean(Σ_k prior_k l_k²)
 
 h [batch, time, H] are the last layer's states as the head reads them and r the same before dropout: the
 penalties of AWD-LSTM (Merity et al. 2017, 1708.02182). m [K] are the priors of a mixture summed over the
 batch: DOC's penalty (Takase et al. 2018, 1808.10143), whose released code sums over time alone and multiplies
-by K - 1. The model stays a plain one of transformers; only a training step has penalties.
+by K - 1. l_k is the logsumexp of component k's scores, which nothing else holds near zero: the auxiliary loss
+of PaLM (Chowdhery et al. 2022, 2204.02311), there with a weight of 1e-4. The model stays a plain one of
+transformers; only a training step has penalties.
 
 Targets [batch, time] are the next tokens, shifted by whoever cut the text: a part of a text ends with a
 target that it does not hold. `carried` is the state of a recurrent body after a part, empty for others.
@@ -53,6 +56,7 @@ class Objective(nn.Module):
         activation: float = 0.0,
         temporal: float = 0.0,
         balance: float = 0.0,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         if balance and not model.lm_head.mixture:
@@ -60,13 +64,17 @@ class Objective(nn.Module):
                 f"{model.lm_head.name} has no prior over components to balance: set head.balance=0"
             )
         self.model = model
-        self.activation, self.temporal, self.balance = activation, temporal, balance
+        self.activation, self.temporal, self.balance, self.z_loss = activation, temporal, balance, z_loss
 
     def forward(self, ids: Tensor, targets: Tensor, carried: Carried = ()) -> Prediction:
         states, _, output = self.model.head_inputs(ids, state=carried or None)
-        found = self.model.lm_head(states, targets, context=ids, return_prior=self.balance > 0.0)
-        loss, log_prior = found if self.balance > 0.0 else (cast(Tensor, found), None)
+        asked = {"return_prior": self.balance > 0.0, "return_normaliser": self.z_loss > 0.0}
+        found = self.model.lm_head(states, targets, context=ids, **asked)
+        loss, *more = found if any(asked.values()) else (cast(Tensor, found),)
+        log_prior = more.pop(0) if self.balance else None
         nll = loss.detach()
+        if self.z_loss:
+            loss = loss + self.z_loss * more[0]
         if self.activation:
             loss = loss + self.activation * _widened(states[0]).square().mean()
         if self.temporal and ids.shape[1] > 1:

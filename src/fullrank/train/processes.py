@@ -23,7 +23,7 @@ import torch
 from fullrank.errors import FullrankError
 
 TIMEOUT = timedelta(hours=4)
-"""How long processes wait for the main one, which alone tokenises and evaluates."""
+"""How long processes wait for the main one, which alone tokenises and measures."""
 TOGETHER = 3.0
 """Seconds in which a launcher may pass on a signal that a terminal had already given to all."""
 USE_FSDP = "ACCELERATE_USE_FSDP"
