@@ -37,6 +37,8 @@ def interval(estimate: Estimate) -> str:
     if math.isnan(estimate.low) or math.isnan(estimate.high):
         return ""
     places = decimals(estimate)
+    if estimate.high == math.inf:
+        return f"{fixed(estimate.low, places)} or more"
     return f"{fixed(estimate.low, places)} to {fixed(estimate.high, places)}"
 
 

@@ -180,7 +180,7 @@ NAMES = ["attention", "attention_sets", "attention_sensitivity", "attention_what
 @pytest.mark.slow
 def test_attention_stands_behind_the_questions(record: Diagnosis, made: Provenance) -> None:
     found = sections(fullrank.report.render(record, made))
-    assert list(found) == ["flagged", *QUESTIONS, *NAMES, "measured"]
+    assert list(found) == ["flagged", *QUESTIONS, *NAMES, "reference", "measured"]
 
 
 def test_every_section_has_its_words_table_and_picture(page: str) -> None:

@@ -53,7 +53,7 @@ def sections(html: str) -> dict[str, str]:
 
 def test_a_section_a_question_in_order(html: str) -> None:
     found = sections(html)
-    assert list(found) == ["flagged", *QUESTIONS, "measured"]
+    assert list(found) == ["flagged", *QUESTIONS, "reference", "measured"]
     for name in QUESTIONS:
         part = found[name]
         assert WORDS[name].title in part
@@ -182,7 +182,7 @@ def test_comparison_names_every_model_everywhere(comparison: str, read_page: Rea
         assert name in read.cells
         assert f"</svg>{name}</h2>" in comparison
     found = sections(comparison)
-    assert list(found) == ["flagged", *QUESTIONS, "missing", "measured"]
+    assert list(found) == ["flagged", *QUESTIONS, "reference", "missing", "measured"]
     for question in ("loss", "anisotropy", "logprob_rank", "unreachable"):
         for name, colour in zip(names, MODEL_COLOURS, strict=False):
             assert name in found[question]

@@ -182,9 +182,12 @@ def _gain_tile(record: Diagnosis) -> Tile:
     if section is None or not math.isfinite(section.best_gain.value):
         why = "not measured" if section is None else "no number came out"
         return Tile(question=_GAIN, value=NONE, unit="", remarks=(why,))
-    gain = section.best_gain
+    found = section.best_gain
+    gain = found if record.verdict is None or record.verdict.gain is None else record.verdict.gain
     share = percent(perplexity_share(gain.value))
     remarks = [_between(gain), f"{share} of the perplexity, with {head_name(section.best)}"]
+    if gain.value != found.value:
+        remarks.append(f"{figure(found)} was found on this text")
     if not _has_interval(gain) or gain.low <= 0 <= gain.high:
         remarks.append("cannot be told from zero")
     return Tile(
@@ -203,7 +206,7 @@ def _between(estimate: Estimate) -> str:
 
 
 def _has_interval(estimate: Estimate) -> bool:
-    return math.isfinite(estimate.low) and math.isfinite(estimate.high)
+    return math.isfinite(estimate.low) and not math.isnan(estimate.high)
 
 
 def _negated(estimate: Estimate) -> Estimate:

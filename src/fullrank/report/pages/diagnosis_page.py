@@ -1,8 +1,8 @@
 """The page of a diagnosis, of one model or of several side by side.
 
 The answer first, then what was flagged, then a section a question in the order of `QUESTIONS`, then attention
-where it was asked about, what was not answered and what was measured. A record of attention alone has a page
-of its own.
+where it was asked about, other models beside it, what was not answered and what was measured. A record of
+attention alone has a page of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fullrank.report.pages.attention_section import attention_sections
 from fullrank.report.pages.diagnosis_details import details
 from fullrank.report.pages.diagnosis_facts import facts, measured
 from fullrank.report.pages.questions import WORDS
+from fullrank.report.pages.reference_section import reference_section
 from fullrank.report.pages.remarks import remark
 from fullrank.report.subject import Subject, subjects_of
 from fullrank.report.text import shown
@@ -124,6 +125,7 @@ def _sections(subjects: tuple[Subject, ...]) -> tuple[Section, ...]:
         _flagged(subjects),
         *(_question(name, subjects) for name in QUESTIONS),
         *attention_sections(subjects),
+        *reference_section(subjects),
         *_unanswered(subjects),
         _measured(subjects),
     )
