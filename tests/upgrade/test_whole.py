@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from fullrank.errors import FullrankError
-from fullrank.fit import checkpoints
+from fullrank.fit import checkpoints, loop
 from fullrank.fit import comparison as fit
 from fullrank.fit.collect import Windows
 from fullrank.upgrade import whole
@@ -43,7 +44,8 @@ def test_the_whole_model_learns(
     family: str, head: str, tiny_model: Callable[..., Any], windows: Windows, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(whole, "PACES", ((2e-3, 4e-3),))
+    monkeypatch.setattr(whole, "RATES", (2e-3,))
+    monkeypatch.setattr(whole, "ADDED", 2.0)
     model, plain = make(tiny_model, family, head)
     tied = model.get_input_embeddings().weight is model.lm_head.decoder.weight
     before = {name: value.detach().clone() for name, value in model.model.named_parameters()}
@@ -67,7 +69,11 @@ def test_the_whole_model_learns(
 def test_a_killed_run_ends_with_the_same_numbers(
     tiny_model: Callable[..., Any], windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "PACES", ((2e-3, 4e-3),))
+    monkeypatch.setattr(whole, "RATES", (2e-3,))
+    monkeypatch.setattr(whole, "ADDED", 2.0)
+    # A checkpoint at every look, however quick they follow each other.
+    monkeypatch.setattr(loop, "EVERY", 0.0)
+    monkeypatch.setattr(loop, "DEAREST", math.inf)
 
     def run(directory: Path) -> tuple[Any, Any]:
         model, plain = make(tiny_model, "llama", "mos")

@@ -90,6 +90,8 @@ class Plan:
     patience: int = 2
     tolerance: float = 5e-4
     """Nats per token that `patience` looks must bring together."""
+    clip: float = math.inf
+    """Largest norm of the gradient of all parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -246,6 +248,8 @@ class Run:
             chosen = order[number * self.size : (number + 1) * self.size].to(self.learner.device)
             self.optimiser.zero_grad()
             self.learner.loss(chosen).backward()
+            if math.isfinite(self.plan.clip):
+                nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip)
             self.optimiser.step()
             self.steps += 1
             if 2 * (number + 1) > first + until:

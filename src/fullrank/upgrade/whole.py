@@ -1,13 +1,12 @@
 """Train an upgraded model whole, body and all, against the same two controls.
 
-Each control and the upgraded head gets a copy of the body and the same training: AdamW on windows of text,
-the same pairs of learning rates to choose from, a warm-up, a fall to zero over the planned epochs, and an end
-when `patience` epochs bring nothing on the text for choosing. The best weights are kept, and judged on text
-that nothing was chosen on. A matrix that is tied stays tied.
+Each control and the upgraded head gets a copy of the body and the same training by the one loop of fits
+(`fit.loop`): windows of text, learning rates raced from the same grid, steady until the curve on the text for
+choosing is flat, a fall to zero. The best weights are kept, and judged on text that nothing was chosen on. A
+matrix that is tied stays tied.
 
-Crash-safe: after every epoch weights, optimiser and best weights go to a file that is written whole
-(`checkpoints`). The same call goes on from there and ends with the same numbers; what an epoch had done when
-the process died is lost. The files are removed by the caller, with the directory.
+Crash-safe as that loop is: the same call goes on from the last checkpoint and ends with the same numbers. The
+files are removed by the caller, with the directory.
 """
 
 from __future__ import annotations
@@ -23,22 +22,25 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.fit import checkpoints, controls, estimates, states
+from fullrank.fit import checkpoints, controls, estimates, loop, states
 from fullrank.fit.collect import Windows
 from fullrank.fit.comparison import Progress, Settings
-from fullrank.fit.loop import WARM_UP
 from fullrank.heads import CacheHead, Head
 from fullrank.heads.alignment import alignment_loss
 from fullrank.results.upgrade import TrainedHead, TrainingText, UpgradeTraining
 
-PACES = ((2e-5, 0.5e-3), (1e-4, 2e-3))
-"""Learning rates of what the original has, body and matrix, and of what the head adds."""
+RATES = (2e-5, 8e-5)
+"""Learning rates of what the original has, body and matrix, to begin with."""
+ADDED = 25.0
+"""How much faster what the head adds learns."""
 WEIGHT = 500.0
 """A memory's weight is in nats, and far from where it is going: how much faster it learns."""
 BATCH = 4
 """Windows a step."""
 EPOCHS = 6
 """Passes over the text, at most."""
+CLIP = 1.0
+"""Largest norm of the gradient of all parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,8 +59,7 @@ class Found:
     losses: Tensor
     """[held-out tokens] nats."""
     choose_loss: float
-    pace: int
-    """Which pair of learning rates."""
+    rate: float
     steps: int
 
 
@@ -100,23 +101,22 @@ def fit_whole(
             def report(share: float, name: str = name, place: int = place, seed: int = seed) -> None:
                 progress(f"training: {name}", (place + (seed + share) / settings.seeds) / len(heads))
 
-            paces = range(len(PACES)) if seed == 0 else (found[name][0].pace,)
-            tried = [
-                _train(
-                    model,
-                    one,
-                    size,
-                    parts,
-                    settings,
-                    settings.seed + seed,
-                    pace,
-                    directory / name,
-                    of,
-                    report,
-                )
-                for pace in paces
-            ]
-            found[name].append(min(tried, key=lambda item: item.choose_loss))
+            # One seed races the learning rates, the others take its choice.
+            plan = loop.Plan(
+                rates=RATES if seed == 0 else (found[name][0].rate,),
+                epochs=min(EPOCHS, settings.epochs),
+                patience=settings.patience,
+                tolerance=settings.tolerance,
+                clip=CLIP,
+            )
+            file = _file(directory / name, settings.seed + seed)
+
+            def start(one: Head = one, seed: int = seed) -> Whole:
+                return Whole(_copy(model, one, size, settings.seed + seed), parts, settings.align)
+
+            found[name].append(
+                _train(start, plan, settings.seed + seed, file, of, wanted=one is head, progress=report)
+            )
         seconds[name] = time.monotonic() - begun
     length = parts.held_out.shape[1] - 1
     blocks = torch.arange(len(parts.held_out))[:, None].expand(-1, length)
@@ -127,7 +127,7 @@ def fit_whole(
     )
     differences = [other.losses - one.losses for other, one in zip(found[control], best, strict=True)]
     saved = min(range(len(best)), key=lambda seed: best[seed].choose_loss)
-    _load(model, _file(directory / head.name, settings.seed + saved, best[saved].pace), of)
+    _load(model, _file(directory / head.name, settings.seed + saved), of)
     return UpgradeTraining(
         text=TrainingText(
             sources=windows.sources,
@@ -179,87 +179,74 @@ def _copy(model: Any, head: Head, size: float, seed: int) -> Any:
     return other.requires_grad_(True)
 
 
+class Whole:
+    """A model as the loop sees it (`loop.Learner`): windows are its examples."""
+
+    def __init__(self, model: Any, parts: Split, align: float) -> None:
+        self.model, self.parts, self.align = model.train(), parts, align
+
+    @property
+    def examples(self) -> int:
+        return len(self.parts.fit)
+
+    @property
+    def batch(self) -> int:
+        return BATCH
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts.fit.device
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.model.named_parameters())
+
+    def groups(self, rate: float) -> list[dict[str, Any]]:
+        added = dict(self.model.lm_head.own_parameters())
+        weight = [added.pop("memory_weight")] if "memory_weight" in added else []
+        mine = {id(parameter) for parameter in (*added.values(), *weight)}
+        rest = [parameter for parameter in self.model.parameters() if id(parameter) not in mine]
+        groups = [
+            {"params": rest, "lr": rate},
+            {"params": list(added.values()), "lr": rate * ADDED},
+            {"params": weight, "lr": rate * ADDED * WEIGHT},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def loss(self, chosen: Tensor) -> Tensor:
+        return _loss(self.model, self.parts.fit[chosen], self.align)
+
+    def choose_loss(self) -> float:
+        found = _mean(_losses(self.model, self.parts.choose))
+        self.model.train()
+        return found
+
+
 def _train(
-    model: Any,
-    head: Head,
-    size: float,
-    parts: Split,
-    settings: Settings,
+    start: Callable[[], Whole],
+    plan: loop.Plan,
     seed: int,
-    pace: int,
-    directory: Path,
+    file: Path,
     of: str,
+    *,
+    wanted: bool,
     progress: Callable[[float], None],
 ) -> Found:
-    """One training from its start or from its last checkpoint."""
-    file = _file(directory, seed, pace)
-    kept = checkpoints.read(file, _name(of, file), weights=False)
+    """One training from its start or from its last checkpoint; its weights stay in the file where wanted."""
+    name = _name(of, file)
+    kept = checkpoints.read(file, name, weights=False)
     facts = checkpoints.finished(kept)
     if kept is not None and facts is not None:
         progress(1.0)
         return Found(losses=kept[0]["losses"], **facts)
-    trained = _copy(model, head, size, seed)
-    old, new = PACES[pace]
-    added = dict(trained.lm_head.own_parameters())
-    own = [one for name, one in added.items() if name != "memory_weight"]
-    weight = [added["memory_weight"]] if "memory_weight" in added else []
-    mine = {id(parameter) for parameter in (*own, *weight)}
-    rest = [parameter for parameter in trained.parameters() if id(parameter) not in mine]
-    groups = [
-        {"params": rest, "lr": old},
-        {"params": own, "lr": new},
-        {"params": weight, "lr": new * WEIGHT},
-    ]
-    optimiser = torch.optim.AdamW(
-        [group for group in groups if group["params"]], betas=(0.9, 0.99), weight_decay=0.0
-    )
-    peaks = [group["lr"] for group in optimiser.param_groups]
-    batch = min(BATCH, len(parts.fit))
-    each = len(parts.fit) // batch
-    parameters = dict(trained.named_parameters())
-    state: dict[str, Any]
-    if kept is None:
-        state = {"epoch": 0, "best": _mean(_losses(trained, parts.choose)), "steps": 0, "idle": 0}
-        best = checkpoints.weights(parameters)
-    else:
-        state, best = checkpoints.resume(kept, parameters, optimiser)
-        del kept
-    epochs = min(EPOCHS, settings.epochs)
-    while state["epoch"] < epochs and state["idle"] < settings.patience:
-        trained.train()
-        generator = torch.Generator().manual_seed(1000 * seed + state["epoch"])
-        torch.manual_seed(1000 * seed + state["epoch"])
-        order = torch.randperm(len(parts.fit), generator=generator).to(parts.fit.device)
-        for number in range(each):
-            step = state["epoch"] * each + number
-            share = min(1.0, (step + 1) / WARM_UP) * (1 - step / (epochs * each))
-            for group, peak in zip(optimiser.param_groups, peaks, strict=True):
-                group["lr"] = peak * share
-            ids = parts.fit[order[number * batch : (number + 1) * batch]]
-            loss = _loss(trained, ids, settings.align)
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-            optimiser.step()
-            progress((step + 1) / (epochs * each))
-        state["epoch"] += 1
-        state["idle"] += 1
-        reached = _mean(_losses(trained, parts.choose))
-        if reached < state["best"]:
-            state |= {"best": reached, "steps": state["epoch"] * each, "idle": 0}
-            best = checkpoints.weights(parameters)
-        checkpoints.keep(file, _name(of, file), parameters, optimiser, state, best)
+    ended = loop.fit(start, plan, seed=seed, file=file, of=name, progress=progress)
+    judged = start()
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(best[name])
-    found = Found(
-        losses=_losses(trained, parts.held_out), choose_loss=state["best"], pace=pace, steps=state["steps"]
-    )
-    # Of a control nothing is needed but its losses.
-    facts = {"choose_loss": found.choose_loss, "pace": pace, "steps": found.steps}
-    checkpoints.finish(file, _name(of, file), found.losses, facts, best if head is model.lm_head else None)
-    progress(1.0)
-    return found
+        for which, parameter in judged.trained():
+            parameter.copy_(ended.weights[which])
+    losses = _losses(judged.model, judged.parts.held_out)
+    facts = {"choose_loss": ended.choose_loss, "rate": ended.rate, "steps": ended.steps}
+    checkpoints.finish(file, name, losses, facts, ended.weights if wanted else None)
+    return Found(losses=losses, **facts)
 
 
 def _loss(model: Any, ids: Tensor, align: float) -> Tensor:
@@ -273,8 +260,8 @@ def _loss(model: Any, ids: Tensor, align: float) -> Tensor:
     return cast(Tensor, head(states, targets, context=context)) + align * ranking
 
 
-def _file(directory: Path, seed: int, pace: int) -> Path:
-    return directory / f"seed{seed}-pace{pace}.safetensors"
+def _file(directory: Path, seed: int) -> Path:
+    return directory / f"seed{seed}.safetensors"
 
 
 def _digest(model: Any, parts: Split, settings: Settings) -> str:
@@ -282,7 +269,7 @@ def _digest(model: Any, parts: Split, settings: Settings) -> str:
     # What the head draws at its start is drawn anew for each seed.
     body = [value for name, value in model.named_parameters() if not name.startswith("lm_head.")]
     head = [model.config.head, model.lm_head.decoder.weight]
-    plans = [dataclasses.asdict(settings), PACES, BATCH]
+    plans = [dataclasses.asdict(settings), RATES, ADDED, BATCH]
     return checkpoints.digest(*plans, *head, parts.fit, parts.choose, parts.held_out, *body)
 
 
@@ -334,7 +321,7 @@ def _row(
         after_error=estimates.mean_and_error(mean, blocks)[1],
         choose_loss=sum(one.choose_loss for one in found) / len(found),
         after_by_seed=tuple(_mean(one.losses) for one in found),
-        rate=PACES[found[0].pace][0],
+        rate=found[0].rate,
         steps=tuple(one.steps for one in found),
         seconds=seconds,
     )
