@@ -11,6 +11,7 @@ import tyro
 
 from fullrank.cli.progress import Bar
 from fullrank.cli.study_attention import Attention, attention
+from fullrank.cli.study_grid import Heads, Optimiser, Width, grid_study
 from fullrank.cli.study_histalign import Histalign, histalign
 from fullrank.errors import FullrankError
 
@@ -57,10 +58,13 @@ class Languages:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Run a published question again: languages, attention or histalign."""
+    """Run a question of the field: width, heads, optimiser, languages, attention or histalign."""
 
     what: (
-        Annotated[Languages, tyro.conf.subcommand("languages")]
+        Annotated[Width, tyro.conf.subcommand("width")]
+        | Annotated[Heads, tyro.conf.subcommand("heads")]
+        | Annotated[Optimiser, tyro.conf.subcommand("optimiser")]
+        | Annotated[Languages, tyro.conf.subcommand("languages")]
         | Annotated[Attention, tyro.conf.subcommand("attention")]
         | Annotated[Histalign, tyro.conf.subcommand("histalign")]
     )
@@ -68,6 +72,9 @@ class Study:
 
 def study(options: Study) -> None:
     run: Any = {
+        Width: grid_study,
+        Heads: grid_study,
+        Optimiser: grid_study,
         Languages: languages_study,
         Attention: attention,
         Histalign: histalign,

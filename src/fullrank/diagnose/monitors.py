@@ -48,6 +48,7 @@ MONITORS: dict[str, tuple[str, str, None]] = {
     "anisotropy": ("cosine", "mean cosine of two states of the last layer", None),
     "anisotropy_centred": ("cosine", "the same after the mean state is subtracted", None),
     "state_norm": ("norm", "mean norm of the last layer's states", None),
+    "state_outlier": ("ratio", "largest size of a dimension of these states over the median one", None),
     "logprob_rank": ("dimensions", "least rank of sampled log-probabilities", None),
     "logprob_rank_ceiling": ("dimensions", "the most that the sample could show", None),
     "logprob_effective_rank": ("dimensions", "exp H of their normalised singular values, centred", None),
@@ -149,7 +150,9 @@ def _geometry(last: Tensor, seen: Tensor) -> Monitors:
     states = states[(norms <= SINK * norms.median()) & (norms > 0)]
     found: Monitors = {"state_norm": float(norms.mean())}
     if len(states) < 3:
-        return found | {"anisotropy": math.nan, "anisotropy_centred": math.nan}
+        return found | dict.fromkeys(("anisotropy", "anisotropy_centred", "state_outlier"), math.nan)
+    sizes = states.square().mean(dim=0).sqrt()
+    found["state_outlier"] = float(sizes.max() / sizes.median())
     one = torch.zeros(len(states), dtype=torch.long, device=states.device)
     for name, these in (("anisotropy", states), ("anisotropy_centred", states - states.mean(dim=0))):
         found[name] = mean_cosine(these, one).value

@@ -14,6 +14,7 @@ from fullrank.results.files import (
     save,
     write_whole,
 )
+from fullrank.results.grid import Grid
 from fullrank.results.histalign import Templates
 from fullrank.results.ladder import Ladder, LadderRung
 from fullrank.results.series import Series
@@ -25,6 +26,7 @@ KINDS.update({record.kind: record for record in (Ladder, Diagnosis, Series, Trai
 KINDS.update({record.kind: record for record in (Upgrade, Collapse, Corpus, Corpora)})
 KINDS[AttentionStudy.kind] = AttentionStudy
 KINDS[Templates.kind] = Templates
+KINDS[Grid.kind] = Grid
 
 __all__ = [
     "KINDS",
@@ -38,6 +40,7 @@ __all__ = [
     "Diagnosis",
     "Estimate",
     "Evaluated",
+    "Grid",
     "Ladder",
     "LadderRung",
     "Provenance",

@@ -1,0 +1,187 @@
+"""The page of a study that trains: what was stated, what the rule decides, the curves and every run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fullrank.report.charts.axis import Axis
+from fullrank.report.charts.curves import Curves, Point, Trace
+from fullrank.report.charts.intervals import Intervals, Mark
+from fullrank.report.charts.theme import HIGH_RANK_COLOUR, MODEL_COLOURS, REFERENCE, Key
+from fullrank.report.figures import figure, number
+from fullrank.report.page import Column, Page, Section, Table, draw
+from fullrank.report.text import shown
+from fullrank.results.grid import Grid, GridRun
+
+STYLES = ("line", "dashed", "dotted")
+
+
+def grid_page(record: Grid) -> Page:
+    statement = record.statement
+    return Page(
+        title=f"Study: {shown(record.name)}",
+        lead=shown(statement.question, 500),
+        warnings=_warnings(record),
+        sections=(
+            Section(
+                title="Stated before it was run",
+                identity="stated",
+                items=(
+                    f"Hypothesis: {shown(statement.hypothesis, 800)}",
+                    f"Comparison: {shown(statement.comparison, 800)}",
+                    f"Smallest effect of interest: {number(statement.smallest)} nats per token",
+                    f"Rule: {shown(statement.rule, 800)}",
+                ),
+            ),
+            _decided(record),
+            *_curves(record),
+            _runs(record),
+        ),
+    )
+
+
+def _warnings(record: Grid) -> tuple[str, ...]:
+    found = []
+    if record.small:
+        found.append("This is the small version: it shows that the study runs, and decides nothing.")
+    if record.missing:
+        found.append(f"{len(record.missing)} runs of the plan have not been made yet.")
+    after = sum(run.after_looking for run in record.runs)
+    if after:
+        found.append(
+            f"{after} of {len(record.runs)} runs were made after the study's file was changed, with results "
+            "known."
+        )
+    return tuple(found)
+
+
+def _decided(record: Grid) -> Section:
+    rows = [one for one in record.answers if one.effect is not None and math.isfinite(one.effect.low)]
+    marks, figures = [], []
+    for one in rows:
+        assert one.effect is not None
+        figures.append(figure(one.effect))
+        marks.append(
+            Mark(
+                row=shown(one.label, 80), model="effect", value=one.effect.value, low=one.effect.low,
+                high=one.effect.high, colour=HIGH_RANK_COLOUR, summary=shown(one.sentence, 400),
+            )
+        )  # fmt: skip
+    smallest = record.statement.smallest
+    picture = Intervals(
+        x=Axis(title="nats per token"), rows=tuple(mark.row for mark in marks), marks=tuple(marks),
+        models=("effect",), figures=tuple(figures), lines=(-smallest, 0.0, smallest),
+        legend=(
+            Key(label="mean, 95% interval", colour=HIGH_RANK_COLOUR, mark="dot"),
+            Key(label="zero and the smallest effect of interest", colour=REFERENCE, mark="line"),
+        ),
+    )  # fmt: skip
+    chart = None
+    if marks and picture.drawable():
+        chart = draw(
+            picture.specification, name="Effects", description="All figures are in the table below.",
+            legend=picture.legend,
+        )  # fmt: skip
+    return Section(
+        title="What the rule decides",
+        identity="decided",
+        text=() if record.answers else ("Nothing yet: runs are missing.",),
+        chart=chart,
+        table=Table(
+            caption="Nats per token.",
+            columns=(
+                Column(name="comparison"),
+                Column(name="effect", unit="95% interval"),
+                Column(name="runs"),
+                Column(name="would have been seen"),
+                Column(name="decision"),
+            ),
+            rows=tuple(
+                (shown(one.label, 120), one.effect, one.seeds, one.seen, shown(one.decision))
+                for one in record.answers
+            ),
+        )
+        if record.answers
+        else None,
+        items=tuple(shown(one.sentence, 600) for one in record.answers),
+    )
+
+
+def _curves(record: Grid) -> tuple[Section, ...]:
+    whole = [run for run in record.runs if "trial" not in run.factors and len(run.curve) > 1]
+    if not whole:
+        return ()
+    names = list(dict.fromkeys(_colour_of(run) for run in whole))
+    looks = {name: MODEL_COLOURS[place % len(MODEL_COLOURS)] for place, name in enumerate(names)}
+    # More of them than colours: the second round is dashed.
+    styles = {name: STYLES[min(2, place // len(MODEL_COLOURS))] for place, name in enumerate(names)}
+    picture = Curves(
+        x=Axis(title="tokens", log=True),
+        y=Axis(title="validation loss, nats per token"),
+        traces=tuple(
+            Trace(
+                colour=looks[_colour_of(run)], style=styles[_colour_of(run)], dots=False,
+                points=tuple(
+                    Point(x=point.tokens, y=point.loss, summary=f"{shown(run.name)}: {number(point.loss)}")
+                    for point in run.curve
+                    if point.tokens > 0
+                ),
+            )
+            for run in whole
+        ),
+        legend=tuple(Key(label=shown(name), colour=looks[name], mark=styles[name]) for name in names),
+    )  # fmt: skip
+    return (
+        Section(
+            title="Curves",
+            identity="curves",
+            text=("One line a run. Runs of one colour differ in what the legend leaves out, as the seed.",),
+            chart=draw(
+                picture.specification, name="Validation loss over tokens",
+                description="The ends are in the table below.", legend=picture.legend,
+            ),
+        ),
+    )  # fmt: skip
+
+
+def _colour_of(run: GridRun) -> str:
+    """The first two factors."""
+    return ", ".join(f"{name} {value}" for name, value in list(run.factors.items())[:2])
+
+
+def _runs(record: Grid) -> Section:
+    factors: Sequence[str] = list(dict.fromkeys(name for run in record.runs for name in run.factors))
+    return Section(
+        title="Runs",
+        identity="runs",
+        table=Table(
+            caption="Validation and test loss in nats per token, with the best weights of each run.",
+            columns=(
+                Column(name="run"),
+                *(Column(name=shown(name)) for name in factors),
+                Column(name="seed"),
+                Column(name="parameters"),
+                Column(name="tokens"),
+                Column(name="validation"),
+                Column(name="at the end"),
+                Column(name="test"),
+                Column(name="remark"),
+            ),
+            rows=tuple(
+                (
+                    shown(run.name, 80),
+                    *(shown(run.factors.get(name, "")) for name in factors),
+                    run.seed,
+                    run.parameters,
+                    run.tokens,
+                    run.valid,
+                    run.last,
+                    run.test,
+                    shown(run.failure, 120) or ("after looking" if run.after_looking else ""),
+                )
+                for run in record.runs
+            ),
+            folded=f"All {len(record.runs)} runs",
+        ),
+    )

@@ -1,0 +1,109 @@
+"""The record of a study that trains: what was stated before it ran, every run, and what the rule decides.
+
+A run is small here: its curve, its monitors and its end. Losses are nats per token of validation text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+from fullrank.results.estimate import Estimate
+from fullrank.results.files import Provenance
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statement:
+    """What stands in a study's file before anything is run."""
+
+    question: str
+    hypothesis: str
+    comparison: str
+    """What is held against what."""
+    smallest: float
+    """The smallest effect of interest, nats per token."""
+    rule: str
+    """What decides."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridPoint:
+    """One evaluation of a run."""
+
+    step: int
+    tokens: int
+    loss: float
+    standard_error: float
+    monitors: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridRun:
+    """One training."""
+
+    name: str
+    factors: dict[str, str]
+    """What tables are made over: width, head, rate, ..."""
+    seed: int
+    settings: tuple[str, ...]
+    """Beyond the recipe, as `--set` takes them."""
+    recipe: str
+    parameters: int
+    tokens: int
+    """Trained on."""
+    flops: float
+    seconds: float
+    """Of training, on a device that may have trained others beside."""
+    curve: tuple[GridPoint, ...]
+    valid: float | None
+    """Of the best weights; None where the run failed."""
+    test: float | None
+    last: float | None
+    """Validation loss at the end of training, which is above `valid` where a curve has turned."""
+    failure: str
+    after_looking: bool
+    """Whether the study's file was changed when results were known already."""
+    made: Provenance
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridAnswer:
+    """One comparison that the rule decides."""
+
+    label: str
+    effect: Estimate | None
+    """Nats per token, below zero where the first is better; None where runs are missing."""
+    seeds: int
+    seen: float
+    """The smallest effect that so many seeds would have told from zero four times in five; inf for one."""
+    decision: str
+    sentence: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A study."""
+
+    kind: typing.ClassVar[str] = "grid"
+    version: typing.ClassVar[int] = 1
+
+    name: str
+    statement: Statement
+    declared: str
+    """SHA-256 of the study's file when its first run began."""
+    small: bool
+    """Whether this is the small version, which shows that a study runs and decides nothing."""
+    text: str
+    """What was read."""
+    runs: tuple[GridRun, ...]
+    missing: tuple[str, ...]
+    """Runs that the plan has and nobody has made yet."""
+    answers: tuple[GridAnswer, ...]
+
+    def of(self, **factors: str) -> tuple[GridRun, ...]:
+        """Runs with these factors that did not fail."""
+        return tuple(
+            run
+            for run in self.runs
+            if not run.failure and all(run.factors.get(name) == value for name, value in factors.items())
+        )

@@ -1,0 +1,141 @@
+"""`fullrank study heads`: which head for the same compute, from scratch and swapped in late.
+
+scratch   every head at two widths, rates tuned alike, trained for the same floating-point operations (each
+          head by its own formula) and, in a second arm, for the same tokens
+swap      a softmax run is followed past its middle; at its best evaluation so far a mixture takes its
+          place (which starts as that softmax), against a run that goes on with softmax. Both start their
+          optimisers anew
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fullrank.results.grid import GridAnswer, GridRun, Statement
+from fullrank.studies.grid import Done, Extent, Spec, Study, compared, steps_of, transformer, tuned
+
+STATEMENT = Statement(
+    question="Does a head of high rank make a small transformer better at equal compute, trained from "
+    "scratch or swapped in where softmax has stopped gaining?",
+    hypothesis="At widths of 64 and 128 over 16,384 tokens mixtures gain at equal tokens, less at equal "
+    "compute, and more the narrower the body is.",
+    comparison="Each head against softmax of the same seed, rates tuned alike for both; floating-point "
+    "operations or tokens equal. Swapped in: against a control that goes on with softmax from the same step.",
+    smallest=0.01,
+    rule="Better or worse where the 95% interval over seeds has one sign and the mean is at least the "
+    "smallest effect; no difference of interest where the interval lies within it on both sides; else "
+    "undecided.",
+)
+
+HEADS: Mapping[str, tuple[str, int]] = {
+    "softmax": ("softmax", 1),
+    "sigsoftmax": ("sigsoftmax", 1),
+    "plif": ("plif", 1),
+    "mos2": ("mos", 2),
+    "mos4": ("mos", 4),
+    "mos16": ("mos", 16),
+    "trunk10": ("trunk", 10),
+    "doc4": ("doc", 4),
+}
+SMALL_HEADS = ("softmax", "mos2")
+WIDTHS, SMALL_WIDTHS = (64, 128), (16,)
+RATES = (1.0, 2.0, 4.0)
+SWAPPED, SMALL_SWAPPED = ("softmax", "mos4", "trunk10"), ("softmax", "mos2")
+
+
+def plan(done: Done, extent: Extent) -> list[Spec]:
+    specs: list[Spec] = []
+    for width in SMALL_WIDTHS if extent.small else WIDTHS:
+        rates: dict[str, tuple[str, ...]] = {}
+        for label in SMALL_HEADS if extent.small else HEADS:
+            own = _of(width, label, extent)
+            best, trials = tuned(done, own, RATES)
+            specs += trials
+            if best is None:
+                continue
+            rates[label] = best
+            for seed in range(extent.seeds):
+                specs.append(_whole(own, best, "tokens", seed))
+                reference = done.get(f"width{width}-softmax-tokens-seed{seed}")
+                if label == "softmax":
+                    continue
+                if reference is not None and not reference.failure:
+                    # As much as softmax of that seed took.
+                    budget = f"budget=flops={reference.flops:.6g}"
+                    specs.append(_whole(own, (*best, "steps=0", budget), "flops", seed))
+        specs += _swaps(width, rates, done, extent)
+    return specs
+
+
+def _of(width: int, label: str, extent: Extent) -> Spec:
+    head, components = HEADS[label]
+    recipe, settings = transformer(width, extent, steps=1500, evaluations=8)
+    return Spec(
+        name=f"width{width}-{label}", recipe=recipe, head=head,
+        settings=(*settings, f"head.components={components}"),
+        factors={"width": str(width), "head": label},
+    )  # fmt: skip
+
+
+def _whole(own: Spec, more: tuple[str, ...], budget: str, seed: int) -> Spec:
+    settings = (*own.settings, *more)
+    if own.head == "softmax":
+        # What swaps begin with.
+        settings = (*settings, f"snapshot_every={max(1, steps_of(own.settings) // 8)}")
+    return Spec(
+        name=f"{own.name}-{budget}-seed{seed}", recipe=own.recipe, head=own.head, settings=settings,
+        factors={**own.factors, "equal": budget}, seed=seed,
+    )  # fmt: skip
+
+
+def _swaps(width: int, rates: Mapping[str, tuple[str, ...]], done: Done, extent: Extent) -> list[Spec]:
+    """From the best evaluation of softmax in the second half of its run, but never its last."""
+    specs = []
+    for seed in range(extent.seeds):
+        parent = done.get(f"width{width}-softmax-tokens-seed{seed}")
+        if parent is None or parent.failure or "softmax" not in rates:
+            continue
+        late = [point for point in parent.curve[:-1] if 2 * point.step >= parent.curve[-1].step]
+        if not late:
+            continue
+        at = min(late, key=lambda point: point.loss).step
+        for label in SMALL_SWAPPED if extent.small else SWAPPED:
+            own = _of(width, label, extent)
+            # The rate that softmax wanted, constant, for all alike.
+            specs.append(
+                Spec(
+                    name=f"width{width}-swap-{label}-seed{seed}", recipe=own.recipe, head=own.head,
+                    settings=(*own.settings, *rates["softmax"], "optimiser.schedule=constant"),
+                    factors={**own.factors, "equal": "swap"}, seed=seed, branch=f"{parent.name}@{at}",
+                )
+            )  # fmt: skip
+    return specs
+
+
+def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
+    ends = {
+        (run.factors["width"], run.factors["head"], run.factors["equal"], run.seed): run.valid
+        for run in runs
+        if "equal" in run.factors and run.valid is not None
+    }
+    words = {
+        "tokens": "equal tokens",
+        "flops": "equal compute",
+        "swap": "swapped in, against softmax going on",
+    }
+    found = []
+    for width, head, equal in dict.fromkeys(key[:3] for key in ends if key[1] != "softmax"):
+        against = "swap" if equal == "swap" else "tokens"
+        differences = [
+            loss - ends[width, "softmax", against, seed]
+            for (one, label, kind, seed), loss in ends.items()
+            if (one, label, kind) == (width, head, equal) and (width, "softmax", against, seed) in ends
+        ]
+        if differences:
+            found.append(
+                compared(f"{head} at width {width}, {words[equal]}", differences, STATEMENT.smallest)
+            )
+    return tuple(found)
+
+
+HEAD = Study(name="heads", statement=STATEMENT, plan=plan, answers=answers)

@@ -1,0 +1,115 @@
+"""`fullrank study width`: do narrow models turn, and does the head move before they do?
+
+Transformers of several widths under one rule of initialisation, their rates tuned a width, at a constant rate
+and with a fall at the end, on one text. The loss of every run is asked whether it turned, by the test of
+`fullrank series`, all runs of the study together; and at which evaluation each monitor was furthest from
+where it ended, against the best loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fullrank.diagnose.series.saturation import saturations
+from fullrank.results.grid import GridAnswer, GridRun, Statement
+from fullrank.studies.grid import Done, Extent, Spec, Study, compared, loss_curve, transformer, tuned
+
+STATEMENT = Statement(
+    question="Does the validation loss of narrow transformers turn late in training, and do spectrum, "
+    "anisotropy and outlier dimensions of the head move before, with or after it?",
+    hypothesis="Below some width the loss turns before the end of training at a constant rate, and the "
+    "head's effective rank falls before the loss rises (Godey et al., 2404.07647).",
+    comparison="Widths 32 to 512 under one rule of initialisation, rates tuned a width on a quarter of the "
+    "run; constant rate against a fall at the end (WSD); three seeds.",
+    smallest=0.01,
+    rule="A run has turned where the test of series says so at 1%, corrected over all runs of the study. A "
+    "width turns where all its seeds do, and does not where none may have; else it is undecided. A monitor "
+    "moves first where its extreme lies at an earlier evaluation than the best loss in all seeds.",
+)
+
+WIDTHS = (32, 64, 128, 256, 512)
+SMALL_WIDTHS = (16, 32)
+RATES = (0.5, 1.0, 2.0)
+"""Of the recipe's own, which follows the width."""
+MOVING = ("head_effective_rank_share", "anisotropy", "state_outlier")
+
+
+def plan(done: Done, extent: Extent) -> list[Spec]:
+    widths = SMALL_WIDTHS if extent.small else WIDTHS
+    specs: list[Spec] = []
+    for width in widths:
+        own = _of(width, extent)
+        best, trials = tuned(done, own, RATES)
+        specs += trials
+        if best is None:
+            continue
+        for schedule in ("constant", "wsd"):
+            for seed in range(extent.seeds):
+                specs.append(
+                    Spec(
+                        name=f"width{width}-{schedule}-seed{seed}",
+                        recipe=own.recipe,
+                        settings=(*own.settings, *best, f"optimiser.schedule={schedule}"),
+                        factors={"width": str(width), "schedule": schedule},
+                        seed=seed,
+                    )
+                )
+    return specs
+
+
+def _of(width: int, extent: Extent) -> Spec:
+    recipe, settings = transformer(width, extent, steps=2000, evaluations=20)
+    return Spec(name=f"width{width}", recipe=recipe, settings=settings, factors={"width": str(width)})
+
+
+def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
+    whole = [run for run in runs if "schedule" in run.factors and not run.failure and len(run.curve) > 5]
+    tested = saturations([loss_curve(run) for run in whole]) if whole else []
+    records = {run.name: found.record for run, found in zip(whole, tested, strict=True)}
+    found: list[GridAnswer] = []
+    groups = dict.fromkeys((run.factors["width"], run.factors["schedule"]) for run in whole)
+    for width, schedule in groups:
+        mine = [run for run in whole if (run.factors["width"], run.factors["schedule"]) == (width, schedule)]
+        said = [records[run.name].outcome for run in mine]
+        seen = max(records[run.name].smallest_rise_percent for run in mine)
+        rises = [run.curve[-1].loss - min(point.loss for point in run.curve) for run in mine]
+        decision = "undecided"
+        if len(mine) > 1 and len(set(said)) == 1:
+            decision = said[0]
+        label = f"width {width}, {schedule} rate"
+        effect = compared(label, rises, STATEMENT.smallest)
+        sentence = (
+            f"{label}: {', '.join(said)} (seed by seed; a rise of {seen:.1f}% of the best loss would have "
+            f"been seen); the end lies {max(rises):.4f} nats per token above the best at most; {_order(mine)}"
+        )
+        found.append(
+            GridAnswer(
+                label=label, effect=effect.effect, seeds=len(mine), seen=effect.seen, decision=decision,
+                sentence=sentence,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _order(runs: Sequence[GridRun]) -> str:
+    """Which monitors had their extreme before the best loss."""
+    words = []
+    for name in MOVING:
+        before = []
+        for run in runs:
+            values = [point.monitors.get(name, math.nan) for point in run.curve]
+            if any(math.isnan(value) for value in values) or not values:
+                continue
+            end = values[-1]
+            extreme = max(range(len(values)), key=lambda place: abs(values[place] - end))
+            best = min(range(len(values)), key=lambda place: run.curve[place].loss)
+            before.append(extreme < best)
+        if before:
+            words.append(
+                f"{name} was furthest from its end before the best loss in {sum(before)} of {len(before)}"
+            )
+    return "; ".join(words) or "no monitors"
+
+
+WIDTH = Study(name="width", statement=STATEMENT, plan=plan, answers=answers)

@@ -1,0 +1,195 @@
+"""Grids of trainings: what is stated, planned, run once, gone on with, and decided."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+import fullrank.report
+from fullrank.errors import FullrankError
+from fullrank.results import Grid, load, provenance, save
+from fullrank.results.grid import GridAnswer, GridPoint, GridRun, Statement
+from fullrank.studies import grid, head_grid, optimiser_grid, width_grid
+from fullrank.studies.grid import Done, Extent, Place, Spec, Study, compared, tuned
+
+STATEMENT = Statement(
+    question="Does it train?", hypothesis="It does.", comparison="One seed against another.", smallest=0.1,
+    rule="Whatever.",
+)  # fmt: skip
+SETTINGS = (
+    "body.hidden=16", "body.heads=2", "body.layers=1", "steps=4", "batch=2", "length=16", "evaluate_every=2",
+    "evaluate_tokens=64", "final_tokens=64", "data.bpe_size=300",
+)  # fmt: skip
+
+
+def plan(done: Done, extent: Extent) -> list[Spec]:
+    """Two runs, and a third that goes on from the first."""
+    specs = [
+        Spec(
+            name=f"seed{seed}", recipe="transformer-tiny", settings=(*SETTINGS, "snapshot_every=2"),
+            factors={"arm": "a"}, seed=seed,
+        )
+        for seed in range(extent.seeds)
+    ]  # fmt: skip
+    if "seed0" in done:
+        specs.append(
+            Spec(
+                name="branch", recipe="transformer-tiny", head="mos", branch="seed0@2",
+                settings=(*SETTINGS, "head.components=2"), factors={"arm": "b"},
+            )
+        )  # fmt: skip
+    return specs
+
+
+def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
+    return (compared("all", [run.valid or 0.0 for run in runs], STATEMENT.smallest),)
+
+
+STUDY = Study(name="try", statement=STATEMENT, plan=plan, answers=answers)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"the {word} of a {word} is no {word}s" for word in range(400)))
+    return Place(out=tmp_path / "study", cache=tmp_path / "cache", data=(text,), device="cpu")
+
+
+def test_a_study_runs_once_goes_on_and_is_drawn(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A budget that ends after the first run.
+    cut = grid.run(STUDY, dataclasses.replace(place, seconds=1e-9), Extent(seeds=2))
+    assert cut.runs == ()
+    assert cut.missing == ("seed0", "seed1")
+    record = grid.run(STUDY, place, Extent(seeds=2))
+    assert [run.name for run in record.runs] == ["seed0", "seed1", "branch"]
+    assert record.missing == ()
+    for run in record.runs:
+        assert not run.failure
+        assert not run.after_looking
+        assert run.valid is not None
+        assert run.curve
+        assert "anisotropy" in run.curve[-1].monitors
+        assert run.flops > 0
+    # Two of its four steps are the parent's.
+    assert record.runs[2].curve[0].step > 2
+    assert record.runs[2].parameters > record.runs[0].parameters
+    assert len(record.answers) == 1
+    # Where only the record has travelled nothing is trained again.
+    save(record, place.out / "results.json", provenance(seed=None, device="cpu"))
+    monkeypatch.setattr(grid, "train", lambda *given: pytest.fail("was trained again"))
+    assert grid.run(STUDY, place, Extent(seeds=2)).runs == record.runs
+    # A page, whatever is in it.
+    page = fullrank.report.render(record, provenance(seed=None, device="cpu"))
+    assert "Stated before it was run" in page
+    assert "It does." in page
+    with pytest.raises(FullrankError, match="not of this study"):
+        grid.run(dataclasses.replace(STUDY, name="another"), place, Extent(seeds=2))
+
+
+def made_by_hand(name: str, valid: float | None, **factors: str) -> GridRun:
+    curve = tuple(
+        GridPoint(step=step, tokens=100 * step, loss=5.0 - step, standard_error=0.01, monitors={})
+        for step in (1, 2)
+    )
+    return GridRun(
+        name=name, factors=factors, seed=0, settings=(), recipe="transformer-tiny", parameters=1, tokens=200,
+        flops=1e6, seconds=1.0, curve=curve, valid=valid, test=valid, last=3.0, failure="",
+        after_looking=False, made=provenance(seed=None, device="cpu"),
+    )  # fmt: skip
+
+
+def test_runs_after_the_file_has_changed_are_marked(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "train", lambda spec, place: made_by_hand(spec.name, 1.0, arm="a"))
+    grid.run(STUDY, place, Extent(seeds=1))
+    monkeypatch.setattr(Study, "digest", property(lambda self: "another"))
+    record = grid.run(STUDY, place, Extent(seeds=2))
+    assert {run.name: run.after_looking for run in record.runs} == {
+        "seed0": False, "branch": False, "seed1": True,
+    }  # fmt: skip
+    found, _ = load(place.out / "results.json")
+    assert isinstance(found, Grid)
+    assert found.runs == record.runs
+
+
+def test_two_runs_of_one_name_are_refused(place: Place) -> None:
+    twice = dataclasses.replace(STUDY, plan=lambda done, extent: [*plan(done, extent)] * 2)
+    with pytest.raises(FullrankError, match="twice"):
+        grid.run(twice, place, Extent(seeds=1))
+
+
+@pytest.mark.slow(reason="two more processes that import torch; one process is in the default tier")
+def test_processes_beside_train_the_same(place: Place) -> None:
+    record = grid.run(STUDY, dataclasses.replace(place, processes=2), Extent(seeds=2))
+    alone = grid.run(STUDY, dataclasses.replace(place, out=place.out / "alone"), Extent(seeds=2))
+    assert {run.name for run in record.runs} == {run.name for run in alone.runs}
+    losses = {run.name: run.valid for run in alone.runs}
+    for run in record.runs:
+        assert run.valid == pytest.approx(losses[run.name], rel=1e-4)
+
+
+def test_the_rule_by_hand() -> None:
+    few = compared("x", [0.3], 0.1)
+    assert (few.decision, few.seen) == ("undecided", math.inf)
+    found = compared("x", [-0.21, -0.19, -0.20], 0.1)
+    assert found.decision == "better"
+    assert found.effect is not None
+    assert found.effect.value == pytest.approx(-0.2)
+    # Student's t with two degrees of freedom, and a standard error of 0.01 / sqrt(3).
+    error = 0.01 / math.sqrt(3)
+    assert found.effect.high == pytest.approx(-0.2 + 4.302653 * error, abs=1e-6)
+    assert found.seen == pytest.approx((4.302653 + stats.t.ppf(0.8, 2)) * error, abs=1e-6)
+    assert compared("x", [0.21, 0.19, 0.20], 0.1).decision == "worse"
+    # Sure, and not of interest.
+    assert compared("x", [0.021, 0.019, 0.020], 0.1).decision == "no difference of interest"
+    assert compared("x", [0.2, -0.1, 0.1], 0.1).decision == "undecided"
+    assert compared("x", [], 0.1).effect is None
+
+
+def test_a_grid_of_rates_grows_until_its_best_is_inside() -> None:
+    own = Spec(name="own", recipe="transformer-tiny", settings=("steps=40",), factors={"width": "8"})
+    done: dict[str, GridRun] = {}
+    wanted = 8.0
+    for _ in range(10):
+        best, trials = tuned(done, own, (0.5, 1.0, 2.0))
+        if best is not None:
+            break
+        for trial in trials:
+            factor = float(trial.factors["trial"])
+            done[trial.name] = made_by_hand(trial.name, abs(math.log(factor / wanted)), **trial.factors)
+            assert "steps=10" in trial.settings
+    # The recipe's rate is 0.002.
+    assert best == ("optimiser.lr=0.016",)
+    assert {float(run.factors["trial"]) for run in done.values()} == {0.5, 1.0, 2.0, 4.0, 8.0, 16.0}
+
+
+@pytest.mark.parametrize("study", [width_grid.WIDTH, head_grid.HEAD, optimiser_grid.OPTIMISER])
+@pytest.mark.parametrize("small", [False, True])
+def test_plans_are_of_settings_that_exist_and_come_to_an_end(study: Study, small: bool) -> None:
+    from fullrank.train.config import override
+    from fullrank.train.recipes import recipe
+
+    done: dict[str, GridRun] = {}
+    extent = Extent(small=small, seeds=2)
+    for _ in range(20):
+        specs = study.plan(done, extent)
+        assert len({spec.name for spec in specs}) == len(specs)
+        new = [spec for spec in specs if spec.name not in done]
+        if not new:
+            break
+        for spec in new:
+            config = override(recipe(spec.recipe, spec.head), spec.settings)
+            assert config.body.hidden > 0
+            assert not spec.branch or spec.branch.partition("@")[0] in done
+            done[spec.name] = dataclasses.replace(
+                made_by_hand(spec.name, 4.0 + 0.01 * len(done), **spec.factors), seed=spec.seed
+            )
+    else:
+        pytest.fail("the plan grows for ever")
+    found = study.answers(tuple(done.values()))
+    assert study is width_grid.WIDTH or found
+    assert all(answer.sentence for answer in found)
