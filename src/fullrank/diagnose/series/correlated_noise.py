@@ -1,13 +1,20 @@
 """How clear the rise of a curve is over its noise, where the noise of neighbouring checkpoints is alike.
 
-    rise    the lower of the last two points, minus the lowest mean of two neighbours before them
-    scale   root mean square of what a smooth trend leaves, by degrees of freedom
-    ratio   rise / scale: what the test looks at
+    line    the largest t of r over turns k, in least squares of
 
-The trend is a quadratic up to the turn and a line after it, each over the step or its logarithm, whichever
-fits better. The scale is that of both parts or, where less, that of the part before the turn: what a curve
-does after it turned is no measure of how noisy it was. The line begins at the lowest point, or one before or
-up to two after it, wherever the scale is least.
+                y = a + b m + c m² + r (s - s_k)+,      m = min(log s, log s_k) - log s_k
+
+            a curve that bends in the logarithm of the step s up to the turn and is a line after it, joined.
+            All points after the turn speak, and not the last ones alone
+    end     the lower of the last two points, minus the lowest mean of two neighbours before them, over the
+            scale: for a curve that did something else after it turned than to rise in a line
+    scale   root mean square of what a smooth trend leaves, by degrees of freedom
+
+The evidence is both, and counts by the smaller of their p-values. The trend of the scale is a quadratic up to
+the turn and a line after it, each over the step or its logarithm, whichever fits better. The scale is that
+of both parts or, where less, that of the part before the turn: what a curve does after it turned is no
+measure of how noisy it was. The line begins at the lowest point, or one before or up to two after it,
+wherever the scale is least.
 
 Noise is taken as AR(1): e_i = c e_(i-1) + sqrt(1 - c²) u_i. Correlated noise wanders, so that level curves
 rise by more, and a trend fitted to few points follows the wandering, so that the scale comes out too small
@@ -30,8 +37,10 @@ Array = numpy.typing.NDArray[numpy.float64]
 
 CORRELATIONS = (0.0, 0.2, 0.4, 0.6, 0.8)
 """That are reckoned with. One curve of 14 checkpoints excludes none of them, and one of 27 few."""
+PARAMETERS, BEFORE, AFTER = 4, 2, 3
+"""Of a curve that turns; points that must lie before the turn, and after it."""
 FEWEST_POINTS = 6
-"""For one degree of freedom."""
+"""For one turn and two degrees of freedom."""
 SIMULATIONS = 20_000
 ESTIMATES = 1000
 """Simulations of the estimate of a curve's correlation."""
@@ -51,7 +60,8 @@ SMALLEST = 1e-6
 class Measured:
     """Of every row."""
 
-    rise: Array
+    evidence: Array
+    """[rows, 2] line and end."""
     scale: Array
     correlation: Array
     """Between neighbours of what the trend leaves: biased towards -1."""
@@ -63,24 +73,63 @@ class Measured:
 class Null:
     """Level curves with noise of one standard deviation."""
 
-    ratio: Array
-    """Rising."""
+    evidence: Array
+    """[simulations, 2], each column rising."""
+    least: Array
+    """[simulations] the smaller p-value of both, rising."""
     scale: Array
-    reach: float
-    """Standard deviation of the rise."""
 
-    def p_value(self, ratio: float) -> float:
+    def p_value(self, evidence: Array) -> float:
+        """Of the evidence [2] of a curve."""
+        return float(self.p_values(evidence[None])[0])
+
+    def p_values(self, evidence: Array) -> Array:
+        """Of the evidence [rows, 2] of curves."""
+        found = _smaller(self.evidence, evidence)
+        as_small = numpy.searchsorted(self.least, found * (1 + 1e-9), side="right")
+        return (1 + as_small) / (1 + len(self.least))
+
+
+def _smaller(null: Array, evidence: Array) -> Array:
+    """The smaller p-value of both columns, by a null whose columns rise."""
+    found = numpy.ones(len(evidence))
+    for column in range(2):
         # The relative tolerance makes equal curves equal on every machine.
-        below = int(numpy.searchsorted(self.ratio, ratio * (1 - 1e-9)))
-        return (1 + len(self.ratio) - below) / (1 + len(self.ratio))
+        value = evidence[:, column] - 1e-9 * numpy.abs(evidence[:, column])
+        below = numpy.searchsorted(null[:, column], value)
+        found = numpy.minimum(found, (1 + len(null) - below) / (1 + len(null)))
+    return found
 
-    def critical(self, level: float) -> float:
-        """The ratio whose p-value is `level`."""
-        return float(numpy.quantile(self.ratio, 1 - level))
+
+def line(rows: Array, steps: Array) -> Array:
+    """Of every row: how sure its rise after some turn is, in standard errors."""
+    free = rows.shape[1] - PARAMETERS
+    found = numpy.full(len(rows), -math.inf)
+    for basis, slope in _turns(tuple(steps.tolist())):
+        left = rows - (rows @ basis) @ basis.T
+        scale = numpy.maximum(numpy.sqrt((left**2).sum(axis=1) / free), SMALLEST)
+        found = numpy.maximum(found, rows @ slope / (scale * numpy.linalg.norm(slope)))
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _turns(steps: tuple[float, ...]) -> tuple[tuple[Array, Array], ...]:
+    """For every turn: an orthonormal basis of the curves that turn there, and what takes a curve to the slope
+    of its line."""
+    straight = numpy.array(steps)
+    bent = numpy.log(numpy.maximum(straight, 0.5))
+    straight, bent = ((axis - axis[0]) / (axis[-1] - axis[0]) for axis in (straight, bent))
+    found = []
+    for place in range(BEFORE, len(steps) - AFTER):
+        before = numpy.minimum(bent, bent[place]) - bent[place]
+        after = numpy.maximum(straight - straight[place], 0.0)
+        design = numpy.stack([numpy.ones_like(before), before, before**2, after], axis=1)
+        found.append((numpy.linalg.qr(design)[0], numpy.linalg.pinv(design)[-1]))
+    return tuple(found)
 
 
 def measured(rows: Array, steps: Array) -> Measured:
-    """Rise, scale and correlation of curves [rows, points] that share their steps."""
+    """Evidence, scale and correlation of curves [rows, points] that share their steps."""
     points = rows.shape[1]
     pairs = (rows[:, :-1] + rows[:, 1:]) / 2
     rise = rows[:, -2:].min(axis=1) - pairs[:, :-2].min(axis=1)
@@ -109,7 +158,8 @@ def measured(rows: Array, steps: Array) -> Measured:
             correlation[kept] = (products / total)[better]
             trend[kept] = rows[kept] - numpy.concatenate((before, after), axis=1)[better]
     scale = numpy.maximum(numpy.sqrt(least), SMALLEST)
-    return Measured(rise=rise, scale=scale, correlation=correlation, trend=trend)
+    evidence = numpy.stack([line(rows, steps), rise / scale], axis=1)
+    return Measured(evidence=evidence, scale=scale, correlation=correlation, trend=trend)
 
 
 def _left(rows: Array, steps: Array, *, degree: int) -> tuple[Array, int]:
@@ -153,7 +203,30 @@ def null(steps: tuple[float, ...], correlation: float, seed: int) -> Null:
     """Level curves over these steps."""
     random = numpy.random.default_rng(seed)
     found = measured(autoregressive(random, SIMULATIONS, len(steps), correlation), numpy.array(steps))
-    return Null(ratio=numpy.sort(found.rise / found.scale), scale=found.scale, reach=float(found.rise.std()))
+    ordered = numpy.sort(found.evidence, axis=0)
+    return Null(evidence=ordered, least=numpy.sort(_smaller(ordered, found.evidence)), scale=found.scale)
+
+
+@functools.lru_cache(maxsize=256)
+def smallest(steps: tuple[float, ...], correlation: float, level: float, seed: int) -> float:
+    """A rise over the second half of the steps, in standard deviations of the noise, that is found at this
+    level nine times in ten."""
+    level_curves = null(steps, correlation, seed)
+    axis = numpy.array(steps)
+    shape = numpy.maximum(axis - (axis[0] + axis[-1]) / 2, 0.0) / (axis[-1] - axis[0]) * 2
+    noise = autoregressive(numpy.random.default_rng(seed + 1), ESTIMATES, len(steps), correlation)
+
+    def missed(rise: float) -> bool:
+        found = measured(rise * shape + noise, axis).evidence
+        return bool((level_curves.p_values(found) >= level).mean() > 0.1)
+
+    low, high = 0.0, 1.0
+    while missed(high) and high < 1e4:
+        low, high = high, 2 * high
+    for _ in range(6):
+        middle = (low + high) / 2
+        low, high = (middle, high) if missed(middle) else (low, middle)
+    return high
 
 
 def correlation(curve: Measured, steps: tuple[float, ...], seed: int) -> float:

@@ -1,12 +1,10 @@
 """Saturation: did a loss curve turn before its end, where, and how much was lost since?
 
 Small models trained for long can get worse (Godey et al. 2024, arXiv:2404.07647). With y the curve (the
-logarithm of a loss or perplexity, minus an accuracy), the test compares the rise at its end with its noise,
-
-    ratio = rise / sqrt(scale² + paired² / 2),
-
-rise and scale as `correlated_noise.py` defines them, and the p-value is the share of level curves with noise
-of the same correlation whose ratio is as large. Three answers are possible:
+logarithm of a loss or perplexity, minus an accuracy), the test takes the slope of a line after the turn and
+the rise at the end, each over its noise, as `correlated_noise.py` defines this evidence (where checkpoints
+are paired, less by scale / sqrt(scale² + paired² / 2)), and the p-value is the share of level curves with
+noise of the same correlation whose evidence is as strong. Three answers are possible:
 
     turned       p below LEVEL over all curves of the call, and at least MATERIAL_PERCENT lost
     not turned   and the interval excludes a loss that the test would have found nine times in ten, and one
@@ -203,7 +201,7 @@ def _tested(points: _Points, outline: Saturation, seed: tuple[int, int]) -> Test
             max(min(float(low), outline.lost_percent), 0.0),
             max(float(high), outline.lost_percent),
         ),
-        p_value=null.p_value(float(points.measured.rise[0]) / scale),
+        p_value=null.p_value(_evidence(points)),
         noise_percent=float(points.percent(scale / float(numpy.median(null.scale)))),
         noise_correlation=correlation,
         noise_origin="; ".join(sources),
@@ -214,22 +212,20 @@ def _tested(points: _Points, outline: Saturation, seed: tuple[int, int]) -> Test
 def _decided(points: _Points, one: Saturation, adjusted: float, level: float, seed: int) -> Saturation:
     """The answer, given the p-value over all curves and the level that the curve was held against."""
     null = noise.null(points.design, one.noise_correlation, seed)
-    scale = _scale(points)
-    # Above the critical rise by 1.28 standard deviations of a rise: nine in ten.
-    above = 1.28 * null.reach * scale / float(numpy.median(null.scale))
-    smallest = float(points.percent(null.critical(level) * scale + above))
+    deviation = _scale(points) / float(numpy.median(null.scale))
+    found = noise.smallest(points.design, one.noise_correlation, level, seed)
+    smallest = float(points.percent(found * deviation))
     if adjusted < LEVEL:
         outcome = TURNED if one.lost_percent >= MATERIAL_PERCENT else NOT_TURNED
     else:
         outcome = UNDECIDED if one.interval[1] >= min(smallest, OPEN_PERCENT) else NOT_TURNED
-    assert points.measured is not None
-    ratio = float(points.measured.rise[0]) / scale
+    evidence = _evidence(points)
     turned_up_to = max(
         (
             correlation
             for correlation in noise.CORRELATIONS
             if one.lost_percent >= MATERIAL_PERCENT
-            and noise.null(points.design, correlation, seed).p_value(ratio) < LEVEL
+            and noise.null(points.design, correlation, seed).p_value(evidence) < LEVEL
         ),
         default=math.nan,
     )
@@ -245,6 +241,12 @@ def _decided(points: _Points, one: Saturation, adjusted: float, level: float, se
 def _scale(points: _Points) -> float:
     assert points.measured is not None
     return math.hypot(float(points.measured.scale[0]), points.paired / math.sqrt(2))
+
+
+def _evidence(points: _Points) -> Array:
+    assert points.measured is not None
+    found: Array = points.measured.evidence[0] * points.measured.scale[0] / _scale(points)
+    return found
 
 
 def _group(count: int) -> int:
