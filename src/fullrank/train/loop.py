@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from fullrank.train.pace import Pace, own_rows
 from fullrank.train.processes import Stop, accelerator, joined, one_voice, require_same, seed_step
 from fullrank.train.state import State
 from fullrank.train.tally import Tally
+from fullrank.train.writer import Writer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,7 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
             return session.run(stop, trackers)
         finally:
             session.ahead.close()
+            session.writer.close()
             session.journal.close()
 
 
@@ -159,6 +162,7 @@ class Session:
         self._clock = time.perf_counter()
         self.ahead = batches.Ahead(self.batches, self.rows, pinned=machine.device.type == "cuda")
         self.journal = Journal(machine, options.out, self.state, show, steps=self.pace.steps)
+        self.writer = Writer()
         self._saved = self.state.step if self.resumed else -1
         self._files = model_files(self.learner.bare, corpus.vocabulary) if self.main else {}
 
@@ -194,6 +198,7 @@ class Session:
             self._snapshot()
             if step % pace.agree_every == 0 and stop.agreed(self.machine):
                 self._checkpoint()
+                self.writer.wait()
                 self.journal.write("end", reason="stopped")
                 return Outcome(reason="stopped", step=step, steps=pace.steps, signal=stop.received)
         stop.release()
@@ -236,8 +241,8 @@ class Session:
             mean = None if self.learner.average is None else self.learner.average.mean
             weights_now = weights.gather_model(self.learner.bare, mean)
             if self.main:
-                state = self.state.to_json()
-                checkpoint.write(place, "step", step, {"model": weights_now}, state, self._files)
+                groups, state = {"model": weights_now}, self.state.to_json()
+                self.writer.hand(partial(self._write, place, "step", step, groups, state))
             self.machine.wait_for_everyone()
 
     def _open(self, trackers: tuple[str, ...]) -> None:
@@ -280,8 +285,7 @@ class Session:
             and self.config.optimiser.finetune_epochs
         ):
             if state.best_step is not None:
-                # The main process may still be writing it.
-                self.machine.wait_for_everyone()
+                self._written()
                 weights.scatter(self.learner.bare, self._best().groups["model"])
             state.stage, state.stage_step, state.history = "finetune", state.step, []
             self._begin_average()
@@ -322,6 +326,7 @@ class Session:
             raise self._not_finite(f"the loss or its gradient is not finite {times}", *bad)
 
     def _not_finite(self, what: str, step: int, cursor: batches.Cursor) -> FullrankError:
+        self.writer.wait()
         kept = checkpoint.found(self.checkpoints, "step")
         last = f"{kept[-1]} is the last good checkpoint" if kept else "no checkpoint was written yet"
         message = (
@@ -382,8 +387,26 @@ class Session:
                 state.best_loss, state.best_step = loss, state.step
                 if self.main:
                     best, about = {"model": weights.gather_model(model)}, {"loss": loss, "averaged": averaged}
-                    checkpoint.write(self.checkpoints, "best", state.step, best, about, self._files)
-                    self.publish()
+                    self.writer.hand(partial(self._write_best, state.step, best, about))
+
+    def _write(
+        self, place: Path, kind: str, step: int, groups: checkpoint.Groups, state: dict[str, Any]
+    ) -> None:
+        checkpoint.write(place, kind, step, groups, state, self._files)
+
+    def _write_best(self, step: int, groups: checkpoint.Groups, about: dict[str, Any]) -> None:
+        self._write(self.checkpoints, "best", step, groups, about)
+        self.publish()
+
+    def _write_step(self, step: int, groups: checkpoint.Groups, state: dict[str, Any]) -> None:
+        self._write(self.checkpoints, "step", step, groups, state)
+        # Not before: the checkpoint just written is the first that names the new best.
+        checkpoint.prune(self.checkpoints, self.config.keep)
+
+    def _written(self) -> None:
+        """Every process goes on once the main one has written all that it was handed."""
+        self.writer.wait()
+        self.machine.wait_for_everyone()
 
     def publish(self) -> None:
         """The run directory is the best model so far."""
@@ -449,9 +472,8 @@ class Session:
         state.counts = self.tally.to_json()
         if self.main:
             self.journal.sync()
-            checkpoint.write(self.checkpoints, "step", state.step, groups, state.to_json(), self._files)
-            # Not before: the checkpoint just written is the first that names the new best.
-            checkpoint.prune(self.checkpoints, self.config.keep)
+            kept = state.to_json()
+            self.writer.hand(partial(self._write_step, state.step, groups, kept))
         self._saved = state.step
         self.machine.wait_for_everyone()
 
@@ -469,8 +491,7 @@ class Session:
     def _finish(self) -> None:
         """Validation and test with the best weights."""
         alone = self.learner.sharded
-        # The main process may still be writing them.
-        self.machine.wait_for_everyone()
+        self._written()
         if self.main or not alone:
             model, best = self.learner.blank(), self._best()
             folder.restore(model, best.groups["model"], best.path)
