@@ -102,7 +102,9 @@ def divergence(
     else:
         log_p = _outcomes(student, settings, ids, counts)
         log_p = torch.where(ids.outcomes, log_p, -torch.inf)
-    log_q = reference.teacher_outcomes(teacher.log_probs.detach().to(log_p.dtype), ids.counted)
+    log_q = reference.teacher_outcomes(
+        teacher.log_probs.detach().to(log_p.dtype), ids.counted, weight.shape[0]
+    )
     known = ids.any if counts is None else ids.any & counts
     log_p, log_q = (torch.where(known[:, None], each, 0.0) for each in (log_p, log_q))
     values = reference.divergence(log_p, log_q, kind)
@@ -238,19 +240,19 @@ def _outcomes(student: Mixture, settings: Settings, ids: Ids, counts: Tensor | N
     (N, K, D), M = student.rows.shape, ids.safe.shape[1]
     counts = ids.any if counts is None else ids.any & counts
     log_prior = _normalised_prior(student, settings, counts)
-    safe, rows, prior, outcomes = ids.safe, student.rows, log_prior, ids.outcomes
+    safe, first, outcomes, rows, prior = ids.safe, ids.first, ids.outcomes, student.rows, log_prior
     # At temperature 1 the components are mixed here, M + 1 numbers a row, else entry by entry in the pass.
     apart = K > 1 and settings.temperature == 1.0
     if apart:
         rows, prior = rows.reshape(N * K, 1, D), log_prior.new_zeros(N * K, 1)
-        safe, outcomes, counts = (each.repeat_interleave(K, 0) for each in (safe, outcomes, counts))
+        safe, outcomes, counts, first = (
+            each.repeat_interleave(K, 0) for each in (safe, outcomes, counts, first)
+        )
     at_ids, rest = _masses(
         settings, safe, _positions(counts), rows, prior, student.weight, student.bias,
         student.pointwise.trained,
     )  # fmt: skip
-    found = torch.cat(
-        [at_ids.gather(1, ids.first.repeat_interleave(rows.shape[0] // N, 0)), rest[:, None]], 1
-    )
+    found = torch.cat([at_ids.gather(1, first), rest[:, None]], 1)
     found = reference.normalise(found, outcomes)
     if apart:
         found = (found.view(N, K, M + 1) + log_prior[:, :, None]).transpose(1, 2).reshape(-1, K)
@@ -299,16 +301,17 @@ class Values(torch.autograd.Function):
             share = token_weight.to(share.dtype)
         needs = Needs(*ctx.needs_input_grad[5:])
         early = reduction is not None and any(needs)
-        made_now, upstream = (needs, share) if early else (Needs(), None)
-        values, work = _evaluate(settings, name, positions, tensors, made_now, upstream)
+        # Not scaled by what the weights are divided by: rows times 1/N are subnormal numbers in fp16.
+        weights, largest = _at_most_one(share)
+        values, work = _evaluate(
+            settings, name, positions, tensors, needs if early else Needs(), weights if early else None
+        )
         if reduction is None:
             ctx.save_for_backward(*tensors, torch.ones_like(share))
             return values
         mass = inverse_mass(values, token_weight) if reduction == "mean" else 1.0
         ctx.save_for_backward(*tensors, share * mass)
         if early:
-            # Not what the weights were divided by: rows times 1/N are subnormal numbers in fp16.
-            largest, work.largest = work.largest, 1.0
             ctx.made = work.gradients(), largest * mass
         return reduce_losses(values, token_weight, reduction)
 
@@ -322,20 +325,20 @@ class Values(torch.autograd.Function):
             gradients = tuple(None if each is None else each.mul_(factor * given) for each in gradients)
         else:
             needs, (settings, name, positions) = Needs(*ctx.needs_input_grad[5:]), ctx.options
-            _, work = _evaluate(settings, name, positions, tuple(tensors), needs, given * share)
+            given, largest = _at_most_one(given * share)
+            _, work = _evaluate(settings, name, positions, tuple(tensors), needs, given, largest)
             gradients = work.gradients()
         return (*[None] * 5, *_in_dtypes(gradients, tensors))
 
 
 def _evaluate(
     settings: Settings, name: str, positions: Tensor | None, tensors: tuple[Any, ...], needs: Needs,
-    upstream: Tensor | None,
+    upstream: Tensor | None, largest: Tensor | float = 1.0,
 ) -> tuple[Tensor, Pass]:  # fmt: skip
-    """Values [N], and the pass that holds the gradients for upstream [N]."""
+    """Values [N], and the pass that holds the gradients for upstream [N] times `largest`."""
     with without_autocast(tensors[0].device):
         work = settings.start(tensors, needs)
-        if upstream is not None:
-            upstream, work.largest = _at_most_one(upstream)
+        work.largest = largest
         if settings.impossible:
             # 0 at tokens that do not count would be as good: their weight is 0.
             return tensors[1].new_full(tensors[1].shape[:1], torch.inf), work

@@ -104,14 +104,14 @@ def logsumexp_where(scores: Tensor, wanted: Tensor) -> Tensor:
     return torch.where(some, found, -torch.inf)
 
 
-def teacher_outcomes(log_probs: Tensor, counted: Tensor) -> Tensor:
+def teacher_outcomes(log_probs: Tensor, counted: Tensor, V: int) -> Tensor:
     """Log-probabilities [N, m + 1] of a teacher's top tokens and of the rest: log(1 - sum), from whichever
-    side keeps the digits. What sums to 1 or, by rounding, to more leaves no rest."""
+    side keeps the digits. What sums to 1 or, by rounding, to more leaves no rest, and neither do V tokens."""
     named = log_probs.masked_fill(~counted, -torch.inf)
     log_sum = torch.logsumexp(named, 1, keepdim=True).clamp_max(0.0)
     small = log_sum < -math.log(2.0)
     rest = torch.where(small, torch.log1p(-log_sum.exp()), torch.log(-torch.expm1(log_sum)))
-    return torch.cat([named, rest], 1)
+    return torch.cat([named, rest.masked_fill(counted.sum(1, keepdim=True) == V, -torch.inf)], 1)
 
 
 def first_places(ids: Tensor) -> Tensor:
