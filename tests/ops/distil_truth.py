@@ -47,15 +47,20 @@ class Scored:
     growth: float
 
 
-def scored(rows: Tensor, W: Tensor, bias: Tensor | None, kind: str, *, double: bool) -> Scored:
+def scored(rows: Tensor, W: Tensor, bias: Tensor | None, kind: str, *, eps: float) -> Scored:
     rows, W = rows.double(), W.double()
     bias = torch.zeros(W.shape[0], dtype=torch.float64) if bias is None else bias.double()
     masked = torch.isneginf(bias)
-    z = rows @ W.t() + bias.masked_fill(masked, 0.0)
+    product = rows @ W.t()
+    z = product + bias.masked_fill(masked, 0.0)
     a, slope = bent(z, kind)
     terms = float((rows.abs() @ W.abs().t()).amax()) if rows.numel() else 0.0
     largest = float(z.abs().amax()) if rows.numel() else 0.0
-    delta = (2.0**-51 if double else 2.0**-23) * (rows.shape[-1] * terms + 4.0 * largest + 8.0)
+    fine = 2.0**-51 if eps < 1e-12 else 2.0**-23
+    delta = fine * (rows.shape[-1] * terms + 4.0 * largest + 8.0)
+    if eps > fine and rows.numel():
+        # The product is stored in the dtype that it was made in.
+        delta += eps * float(product.abs().amax())
     return Scored(
         a.masked_fill(masked, -torch.inf), slope, 12.0 * float(torch.tensor(delta).double().expm1())
     )
@@ -122,20 +127,20 @@ def by_hand(name: str, x: Tensor, y: Tensor | None, G: Tensor | None) -> tuple[T
     return value, size, P * (v - mean), torch.where(top, mean_size, P * (v.abs() + mean_size + 1.0))
 
 
-def outputs_truth(case: Case, asked: Teaching, *, stored: float) -> dict[str, Bounded]:
+def outputs_truth(case: Case, asked: Teaching, *, eps: float, stored: float) -> dict[str, Bounded]:
     """The output of every token, or at every id, and the gradients for the upstream numbers. Tokens whose
     target is ignored do not count."""
     keep, T = case.counted, asked.temperature
     N, K, _ = case.rows.shape
     double = case.rows.dtype == torch.float64
     prior, W = case.log_prior[keep].double(), case.weight.double()
-    found = scored(case.rows[keep], W, case.bias, case.kind, double=double)
+    found = scored(case.rows[keep], W, case.bias, case.kind, eps=eps)
     x, growth = log_probs(found.a, prior) / T, found.growth
     assert asked.upstream is not None
     g = asked.upstream[keep].double()
     y, G = None, None
     if asked.rows is not None:
-        taught = scored(asked.rows[keep], asked.weight, None, "identity", double=double)
+        taught = scored(asked.rows[keep], asked.weight, None, "identity", eps=eps)
         y, growth = log_probs(taught.a, asked.log_prior[keep]) / T, growth + taught.growth
     if asked.name == "ids":
         # What has no probability is constant.
@@ -184,20 +189,29 @@ def outputs_truth(case: Case, asked: Teaching, *, stored: float) -> dict[str, Bo
         out[keep] = values
         return out
 
-    def bounded(value: Tensor, sizes: Tensor) -> Bounded:
-        return Bounded(value, (growth + 16 * fine + 4 * stored) * sizes + tiny)
-
     rows = case.rows[keep].double()
+    # What lies under the least number of fp16 is lost in Q where products take that.
+    lost = tiny * float(asked.upstream.view(N, -1).abs().sum(1).max()) if eps == 2.0**-10 else 0.0
+
+    def bounded(value: Tensor, sizes: Tensor, through: Tensor) -> Bounded:
+        """`through` are the numbers that Q is multiplied with."""
+        least = lost * float(through.abs().sum()) + tiny
+        return Bounded(value, (growth + 16 * fine + 4 * stored + 4 * eps) * sizes + least)
+
     d_prior = B - prior.exp() * B.sum(1, keepdim=True)
     results = {
         "value": Bounded(
             whole(value), whole((growth + 16 * fine) * size + fine * value.abs().nan_to_num(0.0, 0.0, 0.0))
         ),
-        "rows": bounded(whole(Q @ W), whole(Qa @ W.abs())),
-        "weight": bounded(torch.einsum("nkv,nkd->vd", Q, rows), torch.einsum("nkv,nkd->vd", Qa, rows.abs())),
-        "log_prior": bounded(whole(d_prior), whole(Ba + prior.exp() * Ba.sum(1, keepdim=True))),
+        "rows": bounded(whole(Q @ W), whole(Qa @ W.abs()), W),
+        "weight": bounded(
+            torch.einsum("nkv,nkd->vd", Q, rows), torch.einsum("nkv,nkd->vd", Qa, rows.abs()), rows
+        ),
+        "log_prior": bounded(whole(d_prior), whole(Ba + prior.exp() * Ba.sum(1, keepdim=True)), prior),
     }
     if case.bias is not None:
         masked = torch.isneginf(case.bias)
-        results["bias"] = bounded(Q.sum((0, 1)).masked_fill(masked, 0.0), Qa.sum((0, 1)))
+        results["bias"] = bounded(
+            Q.sum((0, 1)).masked_fill(masked, 0.0), Qa.sum((0, 1)), torch.ones_like(prior)
+        )
     return results

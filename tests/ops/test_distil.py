@@ -324,7 +324,7 @@ def test_what_is_refused(make_problem):
         divergence(*common, teacher_of(problem)._replace(weight=torch.zeros(9, 6, dtype=torch.float64)))
     with pytest.raises(FullrankError, match="top tokens"):
         divergence(*common, TopTokens(ids, torch.zeros(7, 3)))
-    with pytest.raises(FullrankError, match="no kernel"):
+    with pytest.raises(FullrankError, match="no kernel for entropy"):
         entropy(*common, impl="triton")
     with pytest.raises(FullrankError, match="reduction='max'"):
         entropy(*common, reduction="max")
@@ -346,3 +346,64 @@ def test_reduced_and_apart_from_the_mixture_loss(make_problem):
     sure = torch.full((6, 1), 0.0, dtype=torch.float64)
     loss = divergence(*parts(problem), TopTokens(problem.targets[:, None], sure))
     torch.testing.assert_close(loss, mixture_nll(*parts(problem), problem.targets))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("ask", ["ids", "entropy", *KINDS, "top"])
+@pytest.mark.parametrize("K", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("impl", ["auto", "chunked"])
+def test_on_cuda(make_problem, tools, impl, dtype, K, ask):
+    """As near to fp64 as the definition in the same dtype, whatever is between the products."""
+    problem = make_problem(N=123, K=K, D=64, V=5003, bias=True)
+    moved = {name: each.cuda() for name, each in vars(problem).items() if isinstance(each, Tensor)}
+    moved["weight"] = moved["weight"] / 4
+    ids = torch.randint(5003, (123, 8), generator=torch.Generator().manual_seed(1)).cuda()
+    top = TopTokens(ids, torch.full((123, 8), 0.1, device="cuda").log())
+    given = teacher_of(problem)
+
+    def found(dtype: torch.dtype, impl: str) -> list[Tensor]:
+        prior = moved["log_prior"].to(torch.float64 if dtype == torch.float64 else torch.float32)
+        leaves = [moved["rows"].to(dtype), prior, moved["weight"].to(dtype), moved["bias"].to(dtype)]
+        leaves = [each.clone().requires_grad_() for each in leaves]
+        *common, bias = leaves
+        options = {"bias": bias, "impl": impl}
+        if ask == "ids":
+            loss = token_logprobs(*common, ids, **options).mean()
+        elif ask == "entropy":
+            loss = entropy(*common, **options)
+        else:
+            teacher = Mixture(
+                given.rows.cuda().to(dtype), given.log_prior.cuda(), given.weight.cuda().to(dtype)
+            )
+            kind = "forward" if ask == "top" else ask
+            loss = divergence(*common, top if ask == "top" else teacher, kind=kind, **options)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    truth, plain, fast = found(torch.float64, "reference"), found(dtype, "reference"), found(dtype, impl)
+    for got, eager, exact in zip(fast, plain, truth, strict=True):
+        if float(exact.norm()) > 1e-12:
+            tools.as_good(got, eager, exact, floor=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("ask", ["ids", "entropy", "forward"])
+def test_workspace_bounds_memory_on_cuda(ask):
+    N, D, V, workspace = 2048, 64, 128256, 512 * MIB
+    rows = torch.randn(N, 1, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(V, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    common = (rows, torch.zeros(N, 1, device="cuda"), weight)
+    teacher = Mixture.softmax(rows.detach()[:, 0].clone(), weight.detach().clone())
+    ids = torch.arange(N * 4, device="cuda").view(N, 4)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    if ask == "ids":
+        token_logprobs(*common, ids, workspace=workspace).mean().backward()
+    elif ask == "entropy":
+        entropy(*common, workspace=workspace).backward()
+    else:
+        divergence(*common, teacher, workspace=workspace).backward()
+    made = (rows.numel() + weight.numel()) * 6
+    assert torch.cuda.max_memory_allocated() - before - made <= workspace

@@ -1,6 +1,8 @@
 """The public outputs of mixtures and their gradients: check, choose an implementation, reduce.
 
-    impl="auto", "chunked"     bounded workspace, on any device
+    impl="chunked"             bounded workspace, on any device
+    impl="triton"              the same with a kernel between the products, for outputs at ids on CUDA
+    impl="auto"                the faster of both that serves the call
     impl="reference"           the definition, materialised; differentiable any number of times
 
 Rows, log prior, weight, bias and the parameters of f have gradients, a teacher has none. In products of the
@@ -168,6 +170,18 @@ class Settings:
             workspace=self.workspace,
         )  # fmt: skip
 
+    def start_masses(self, tensors: tuple[Any, ...], needs: Needs) -> Any:
+        """The same for `Masses`, in the hands of a kernel where that serves."""
+        if self.impl == "triton" or (self.impl == "auto" and tensors[0].is_cuda):
+            # Not before it is needed: Triton takes its time to load and is not everywhere.
+            from fullrank.ops.distil import fused
+
+            student = self.mixture(tensors)
+            size = fused.chunk_size(student, self.product, self.temperature, self.workspace, self.impl)
+            if size:
+                return fused.KernelMasses(student, needs=needs, product=self.product, size=size)
+        return self.start(tensors, needs)
+
 
 def _checked(
     student: Mixture, teacher: Mixture | None, temperature: float, workspace: int | None, impl: str,
@@ -176,8 +190,6 @@ def _checked(
     rows, log_prior, weight, bias, pointwise = student
     arguments.check_mixture(rows, log_prior, weight, None, bias)
     arguments.check_implementation(impl)
-    if impl == "triton":
-        raise FullrankError("impl='triton' has no kernel for this output: pass impl='auto' or 'chunked'")
     if not 0.0 < temperature < float("inf"):
         raise FullrankError(f"temperature={temperature} is impossible: expected a positive finite number")
     refuse_transforms()
@@ -266,6 +278,8 @@ def _reduced(
     student: Mixture, settings: Settings, name: str, token_weight: Tensor | None, reduction: str
 ) -> Tensor:
     arguments.check_reduction(student.rows[:, 0, 0], reduction, token_weight)
+    if settings.impl == "triton":
+        raise FullrankError(f"impl='triton' has no kernel for {name}: pass impl='auto' or 'chunked'")
     counts = _counts(token_weight)
     if settings.impl == "reference":
         log_p = settings.log_probs(student, counts)
@@ -366,7 +380,7 @@ class Masses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         assert tensors[0] is not None
         with without_autocast(tensors[0].device):
-            at_ids, rest = settings.start(tensors, Needs()).masses(ids, positions)
+            at_ids, rest = settings.start_masses(tensors, Needs()).masses(ids, positions)
         ctx.settings, ctx.positions = settings, positions
         ctx.save_for_backward(*tensors, ids, rest)
         return at_ids, rest
@@ -377,7 +391,7 @@ class Masses(torch.autograd.Function):
         *tensors, ids, rest = ctx.saved_tensors
         g_ids, g_rest = upstream
         with without_autocast(rest.device):
-            work = ctx.settings.start(tuple(tensors), Needs(*ctx.needs_input_grad[3:]))
+            work = ctx.settings.start_masses(tuple(tensors), Needs(*ctx.needs_input_grad[3:]))
             both, work.largest = _at_most_one(torch.cat([g_ids, g_rest[:, None]], 1))
             work.mass_gradients(ids, rest, ctx.positions, both[:, :-1], both[:, -1])
         return (*[None] * 3, *_in_dtypes(work.gradients(), tensors))
