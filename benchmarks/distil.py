@@ -68,7 +68,7 @@ class Config:
     only: tuple[str, ...] = OUTPUTS
     """Outputs to measure."""
     repeats: int = 0
-    """Rounds that count; by default 3 on a CPU, 5 on CUDA."""
+    """Rounds that count; by default 2 on a CPU, 5 on CUDA."""
     threads: int = 0
     """Threads of a CPU run; 0 leaves torch's choice."""
     seed: int = 0
@@ -278,14 +278,16 @@ def main(config: Config) -> None:
         config,
         N=config.N or (8192 if cuda else 128),
         D=config.D or (2048 if cuda else 512),
-        repeats=config.repeats or (5 if cuda else 3),
+        repeats=config.repeats or (5 if cuda else 2),
     )
     if config.threads:
         torch.set_num_threads(config.threads)
     rows = []
     for K in config.components:
         inputs = make_inputs(config, K)
-        rows += [measure(inputs, output, config) for output in config.only]
+        for output in config.only:
+            rows.append(measure(inputs, output, config))
+            print(json.dumps(rows[-1]), flush=True)
         del inputs
         release(config.device)
     Console().print(show(rows))

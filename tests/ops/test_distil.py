@@ -224,6 +224,43 @@ def test_support_that_the_student_lacks_is_an_infinite_loss_without_gradient(mak
     assert math.isfinite(there.item())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_entries_that_are_masked_in_both_do_not_count(make_problem, kind):
+    """And a teacher that cannot say what the student can is infinitely far the other way."""
+    problem = make_problem(V=13, bias=True)
+    keep = torch.arange(13) != 3
+    teacher = teacher_of(problem)
+    masked = torch.zeros(13, dtype=torch.float64).masked_fill(~keep, -torch.inf)
+    found, smaller = (
+        divergence(rows, prior, weight, taught, kind=kind, bias=bias)
+        for rows, prior, weight, bias, taught in (
+            (*parts(problem), problem.bias + masked, teacher._replace(bias=masked)),
+            (
+                problem.rows, problem.log_prior, problem.weight[keep], problem.bias[keep],
+                teacher._replace(weight=teacher.weight[keep]),
+            ),
+        )
+    )  # fmt: skip
+    torch.testing.assert_close(found, smaller)
+    apart = divergence(*parts(problem), teacher._replace(bias=masked), kind=kind, bias=problem.bias)
+    assert (apart.item() == math.inf) == (kind == "reverse")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiler_leaves_the_calls_as_they_are(make_problem):
+    problem = make_problem().leaves()
+    teacher = teacher_of(problem)
+
+    def loss(rows: Tensor) -> Tensor:
+        rows = rows * 2.0
+        at = token_logprobs(rows, problem.log_prior, problem.weight, problem.targets[:, None])
+        return divergence(rows, problem.log_prior, problem.weight, teacher) - at.mean()
+
+    compiled = torch.compile(loss, backend="eager")
+    plain, found = (torch.autograd.grad(each(problem.rows), problem.rows)[0] for each in (loss, compiled))
+    torch.testing.assert_close(found, plain)
+
+
 def test_no_tokens(make_problem):
     problem = make_problem(N=0).leaves()
     for loss in (entropy(*parts(problem)), divergence(*parts(problem), teacher_of(problem))):
@@ -239,6 +276,9 @@ def test_once_differentiable_and_traced_by_nobody(make_problem):
         torch.autograd.grad(found, problem.rows, create_graph=True)
     with pytest.raises(FullrankError, match=r"torch\.func"):
         torch.func.grad(lambda rows: entropy(rows, problem.log_prior, problem.weight))(problem.rows.detach())
+    torch.func.grad(lambda rows: entropy(rows, problem.log_prior, problem.weight, impl="reference"))(
+        problem.rows.detach()
+    )
     first = torch.autograd.grad(entropy(*parts(problem), impl="reference"), problem.rows, create_graph=True)[
         0
     ]

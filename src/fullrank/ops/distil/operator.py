@@ -13,7 +13,8 @@ student's size, with W trained:
     the same with reduction="none"                                4, and 2 of the teacher's size
 
 Without gradients one product, and one of the teacher's. The log prior counts up to a constant of the token,
-as it does through a log_softmax. All results are fp32 (fp64 for fp64 inputs).
+as it does through a log_softmax. All results are fp32 (fp64 for fp64 inputs). A compiler leaves these calls
+as they are.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fullrank.ops.products import Needs, needs_of
 from fullrank.ops.reduce import count_targets, inverse_mass, reduce_losses
 
 
+@torch.compiler.disable
 def token_logprobs(
     rows: Tensor, log_prior: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None,
     pointwise: Pointwise = IDENTITY, temperature: float = 1.0, ignore_index: int = -100,
@@ -58,6 +60,7 @@ def token_logprobs(
     return torch.where(ids != ignore_index, found[:, :-1], 0.0)
 
 
+@torch.compiler.disable
 def entropy(
     rows: Tensor, log_prior: Tensor, weight: Tensor, *, bias: Tensor | None = None,
     pointwise: Pointwise = IDENTITY, temperature: float = 1.0, reduction: str = "mean",
@@ -73,6 +76,7 @@ def entropy(
     return _reduced(student, settings, "entropy", token_weight, reduction)
 
 
+@torch.compiler.disable
 def divergence(
     rows: Tensor, log_prior: Tensor, weight: Tensor, teacher: Teacher, *, kind: str = "forward",
     bias: Tensor | None = None, pointwise: Pointwise = IDENTITY, temperature: float = 1.0,
@@ -120,8 +124,8 @@ class Ids:
         given = ids != ignore_index
         self.any = given.any(1)
         """[N], whether a token has any."""
-        usual = ids.gather(1, given.int().argmax(1, keepdim=True))
-        self.safe = torch.where(given, ids, usual).masked_fill(~self.any[:, None], 0)
+        another = ids.gather(1, given.int().argmax(1, keepdim=True))
+        self.safe = torch.where(given, ids, another).masked_fill(~self.any[:, None], 0)
         """[N, M]: in place of an ignored one stands another of the token."""
         self.first = reference.first_places(self.safe)
         """[N, M], where each stands first."""
@@ -192,7 +196,8 @@ def _checked(
     arguments.check_implementation(impl)
     if not 0.0 < temperature < float("inf"):
         raise FullrankError(f"temperature={temperature} is impossible: expected a positive finite number")
-    refuse_transforms()
+    if impl != "reference":
+        refuse_transforms()
     settings = Settings(
         product=arguments.product_dtype(rows, weight, impl), temperature=temperature, workspace=workspace,
         kind=pointwise.kind, constant=pointwise.constant, impl=impl, masked=student.masked,
@@ -260,7 +265,7 @@ def _outcomes(student: Mixture, settings: Settings, ids: Ids, counts: Tensor | N
         safe, outcomes, counts, first = (
             each.repeat_interleave(K, 0) for each in (safe, outcomes, counts, first)
         )
-    at_ids, rest = _masses(
+    at_ids, rest = Masses.apply(
         settings, safe, _positions(counts), rows, prior, student.weight, student.bias,
         student.pointwise.trained,
     )  # fmt: skip
@@ -294,7 +299,9 @@ def _reduced(
     log_prior = _normalised_prior(student, settings, counts)
     tensors = (rows, log_prior, weight, bias, pointwise.trained)
     late = reduction == "none" and any(needs_of(*tensors))
-    values = _values(settings, name, _positions(counts), None if late else reduction, token_weight, *tensors)
+    values = Values.apply(
+        settings, name, _positions(counts), None if late else reduction, token_weight, *tensors
+    )
     return reduce_losses(values, token_weight, "none") if late else values
 
 
@@ -395,8 +402,3 @@ class Masses(torch.autograd.Function):
             both, work.largest = _at_most_one(torch.cat([g_ids, g_rest[:, None]], 1))
             work.mass_gradients(ids, rest, ctx.positions, both[:, :-1], both[:, -1])
         return (*[None] * 3, *_in_dtypes(work.gradients(), tensors))
-
-
-# A compiler leaves them as they are.
-_values = torch.compiler.disable(Values.apply)
-_masses = torch.compiler.disable(Masses.apply)
