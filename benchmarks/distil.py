@@ -19,8 +19,9 @@ Forward and backward, gradients of rows, prior and W, for a softmax and for a mi
 
 Times are taken in rounds, every variant once a round; the figures are medians. Extra memory is the most that
 is allocated during a call beyond what was before it, less the gradients. The difference is the larger of the
-relative differences of the gradients of rows and W: on CUDA both are rounded. The bar is 1.15 of an output's
-own products.
+relative differences of the gradients of rows and W: on CUDA both are rounded. Both are measured on a CPU with
+more tokens of a smaller width (`MEMORY_TOKENS`, `MEMORY_WIDTH`): products of many wide ones would take
+minutes. The bar is 1.15 of an output's own products.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from fullrank.ops.workspace import most_rows
 from fullrank.results import provenance, write_whole
 
 BAR = 1.15
+MEMORY_TOKENS, MEMORY_WIDTH = 1024, 64
 OUTPUTS = ("ids", "entropy", "forward", "reverse", "jensen_shannon", "top")
 Row = dict[str, Any]
 
@@ -110,7 +112,9 @@ def make_inputs(config: Config, K: int) -> Inputs:
         return tensor.to(config.device, dtype)
 
     states, weight = there(normal(N, D)), there(normal(V, D) * 2 / D**0.5)
-    ids = torch.randint(V, (N, config.M), generator=draw)
+    # No id twice: the materialised divergence from top tokens would count it twice.
+    apart = torch.arange(config.M) * (V // config.M)
+    ids = (torch.randint(V, (N, 1), generator=draw) + apart) % V
     log_q = (normal(N, config.M).log_softmax(1) - 0.1).to(config.device)
     return Inputs(
         rows=there(normal(N, K, D)).requires_grad_(),
@@ -211,15 +215,18 @@ def extra_bytes(step: Step, inputs: Inputs, device: str) -> int:
     return peak - made
 
 
-def measure(inputs: Inputs, output: str, config: Config) -> Row:
-    K = inputs.rows.shape[1]
-    row: Row = {"output": output, "components": K, "N": config.N, "D": config.D, "V": config.V, "M": config.M}
-    steps = {
+def both_steps(inputs: Inputs, output: str) -> dict[str, Step]:
+    return {
         "fullrank": training_step(inputs, fullrank_loss, output),
         "materialised": training_step(inputs, materialised_loss, output),
     }
+
+
+def measure_memory(inputs: Inputs, output: str, config: Config) -> Row:
+    """Extra memory of both, and how far their gradients lie apart."""
+    row: Row = {"memory_N": inputs.rows.shape[0], "memory_D": inputs.rows.shape[2]}
     gradients: dict[str, list[Tensor]] = {}
-    for name, step in list(steps.items()):
+    for name, step in both_steps(inputs, output).items():
         release(config.device)
         try:
             row[f"{name}_extra_mib"] = extra_bytes(step, inputs, config.device) / MIB
@@ -227,7 +234,6 @@ def measure(inputs: Inputs, output: str, config: Config) -> Row:
             gradients[name] = [cast(Tensor, each.grad).float().cpu() for each in (inputs.rows, inputs.weight)]
         except (RuntimeError, MemoryError) as error:
             row[f"{name}_missing"] = reason(error)
-            del steps[name]
         for leaf in inputs.leaves:
             leaf.grad = None
     if len(gradients) == 2:
@@ -235,8 +241,12 @@ def measure(inputs: Inputs, output: str, config: Config) -> Row:
             float((one - other).norm() / other.norm())
             for one, other in zip(gradients["fullrank"], gradients["materialised"], strict=True)
         )
-    gradients.clear()
-    steps["products"] = products(inputs, output)
+    return row
+
+
+def measure_time(inputs: Inputs, output: str, config: Config) -> Row:
+    row: Row = {"N": config.N, "D": config.D}
+    steps = {**both_steps(inputs, output), "products": products(inputs, output)}
     times, failed = in_rounds(steps, config.device, config.repeats)
     row |= {f"{name}_missing": why for name, why in failed.items()}
     row |= {f"{name}_ms": 1e3 * quartiles(each)[1] for name, each in times.items()}
@@ -282,13 +292,18 @@ def main(config: Config) -> None:
     )
     if config.threads:
         torch.set_num_threads(config.threads)
-    rows = []
+    rows: list[Row] = []
     for K in config.components:
         inputs = make_inputs(config, K)
+        larger = inputs
+        if not cuda:
+            larger = make_inputs(dataclasses.replace(config, N=MEMORY_TOKENS, D=MEMORY_WIDTH), K)
         for output in config.only:
-            rows.append(measure(inputs, output, config))
-            print(json.dumps(rows[-1]), flush=True)
-        del inputs
+            row: Row = {"output": output, "components": K, "V": config.V, "M": config.M}
+            row |= measure_memory(larger, output, config) | measure_time(inputs, output, config)
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+        del inputs, larger
         release(config.device)
     Console().print(show(rows))
     over = [row["output"] for row in rows if row.get("over_products", 0.0) > BAR]
