@@ -46,7 +46,7 @@ from fullrank.ops.workspace import most_rows
 from fullrank.results import provenance, write_whole
 
 BAR = 1.15
-MEMORY_TOKENS, MEMORY_WIDTH = 1024, 64
+MEMORY_TOKENS, MEMORY_WIDTH = 512, 64
 OUTPUTS = ("ids", "entropy", "forward", "reverse", "jensen_shannon", "top")
 Row = dict[str, Any]
 
@@ -58,9 +58,9 @@ class Config:
     device: str = "cpu"
     """cpu or cuda."""
     N: int = 0
-    """Tokens; by default 128 on a CPU, 8192 on CUDA."""
+    """Tokens; by default 64 on a CPU, 8192 on CUDA."""
     D: int = 0
-    """Width of a row; by default 512 on a CPU, 2048 on CUDA."""
+    """Width of a row; by default 1024 on a CPU, 2048 on CUDA."""
     V: int = 128256
     """Vocabulary."""
     M: int = 64
@@ -286,8 +286,8 @@ def main(config: Config) -> None:
     cuda = config.device == "cuda"
     config = dataclasses.replace(
         config,
-        N=config.N or (8192 if cuda else 128),
-        D=config.D or (2048 if cuda else 512),
+        N=config.N or (8192 if cuda else 64),
+        D=config.D or (2048 if cuda else 1024),
         repeats=config.repeats or (5 if cuda else 2),
     )
     if config.threads:

@@ -52,6 +52,9 @@ from fullrank.ops.workspace import (
 TOKEN_TABLES = 6
 """Tables [tokens, V] of a tile beside those of its rows that are alive at once, at worst."""
 
+NEAR = 60.0
+"""Nats below the largest score of a row at which probabilities, 1 / V of that, are still normal in fp32."""
+
 
 class Table(NamedTuple):
     """Log-probabilities [t, V] of some tokens: log p_v = log_v - log_total, with log_v = 0 at the top."""
@@ -146,42 +149,54 @@ FUNCTIONS: dict[str, Callable[[Table, Table | None, bool], Tensor]] = {
 
 
 class Mixed(NamedTuple):
-    """K components of some tokens as one distribution."""
+    """K components of some tokens as one distribution: prior_k s_kv / p_v = scale_k parts_kv / sums_v."""
 
     parts: Tensor
-    """[t, K, V]: prior_k s_kv, up to a factor of the entry, in the memory of the scores."""
+    """[t, K, V], in the memory of the scores."""
+    scale: Tensor
+    """[t, K]"""
     sums: Tensor
-    """[t, V], of the parts over the components: a component's share is its part over that."""
+    """[t, V]"""
     log_p: Tensor
     """[t, V]"""
     prior: Tensor
     """[t, K]"""
+    near: bool
+    """Whether the sums are p itself."""
 
     def gradient_(self, C: Tensor) -> Tensor:
         """From C [t, V] in log_p to that in the scores, in place of the parts; B [t, K]."""
-        p, B = self.log_p.exp().div_(self.sums), torch.empty_like(self.prior)
-        C = C.div_(self.sums)
+        B, C = torch.empty_like(self.prior), C.div_(self.sums)
+        p = None if self.near else self.log_p.exp().div_(self.sums)
         for k in range(B.shape[1]):
-            part = self.parts[:, k]
-            B[:, k] = torch.bmm(part[:, None], C[:, :, None])[:, 0, 0]
+            part, scale = self.parts[:, k], self.scale[:, k]
+            B[:, k] = torch.bmm(part[:, None], C[:, :, None])[:, 0, 0] * scale
             # s_k B_k = share p (B_k / prior_k); a component that is switched off has no share.
-            each = torch.where(self.prior[:, k] == 0, 0.0, B[:, k] / self.prior[:, k])
-            part.mul_(torch.addcmul(C, p, each[:, None], value=-1.0))
+            each = torch.where(self.prior[:, k] == 0, 0.0, B[:, k] / self.prior[:, k])[:, None]
+            left = C - each if p is None else torch.addcmul(C, p, each, value=-1.0)
+            part.mul_(left.mul_(scale[:, None]))
         return B
 
 
 def mix(scores: Tensor, log_prior: Tensor, masked: bool) -> Mixed:
     """Overwrites scores [t K, V]; log_prior [t, K]."""
-    joint = scores.view(*log_prior.shape, -1)
+    joint, prior = scores.view(*log_prior.shape, -1), log_prior.exp()
+    highest = joint.amax(2, keepdim=True)
+    if not masked and bool((highest[..., 0] - joint.amin(2) < NEAR).all()):
+        # No exponential of any component underflows: one for each score is enough.
+        parts = joint.sub_(highest).exp_()
+        scale = prior / parts.sum(2)
+        sums = torch.bmm(scale[:, None], parts)[:, 0]
+        return Mixed(parts, scale, sums, sums.log(), prior, True)
     joint.sub_((torch.logsumexp(joint, 2) - log_prior)[:, :, None])
-    # The largest of an entry's own: far from the top no component may underflow.
-    highest = joint.amax(1)
+    # Relative to the largest of an entry's own: far below the top no component may underflow.
+    above = joint.amax(1)
     if masked:
-        highest.clamp_(min=FAR)
-    sums = joint.sub_(highest[:, None]).exp_().sum(1)
+        above.clamp_(min=FAR)
+    sums = joint.sub_(above[:, None]).exp_().sum(1)
     if masked:
         sums.masked_fill_(sums == 0, 1.0)
-    return Mixed(joint, sums, highest.add_(sums.log()), log_prior.exp())
+    return Mixed(joint, torch.ones_like(prior), sums, above.add_(sums.log()), prior, False)
 
 
 Derive = Callable[[Tensor, Table | None, Index], tuple[Tensor, Tensor] | None]
