@@ -16,15 +16,21 @@ from torch import Tensor
 from fullrank.ops import (
     IDENTITY,
     SIGSOFTMAX,
+    Mixture,
     Softcap,
+    TopTokens,
+    divergence,
+    entropy,
     linear_logprob,
     linear_nll,
     mixture_argmax,
     mixture_log_probs,
     mixture_nll,
+    token_logprobs,
     trunk_nll,
 )
 from fullrank.ops import parallel as vocab_parallel
+from tests.ops.distil_truth import Teaching, outputs_truth
 from tests.ops.truth import CAP, Bounded, Case, truth, uneven
 
 N, K, D, V, PRIVATE = 4, 2, 5, 67, 2
@@ -277,6 +283,89 @@ def test_outputs_beside_the_loss(condition, dtype, kind, components):
         assert bool((stats.argmax[~counted] == -1).all())
         parallel = vocab_parallel.log_probs(*some, start=0, **common)
         Bounded(whole.value[counted], whole.allowed[counted]).check(parallel, "parallel log_probs")
+
+
+def make_teaching(case: Case, output: str, components: int) -> Teaching:
+    """For an output of the matrix: a name, then where its teacher comes from or the temperature."""
+    name, *more = output.split()
+    draw = torch.Generator().manual_seed(len(output))
+    tokens, dtype = case.rows.shape[0], case.rows.dtype
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    asked = Teaching(name=name, temperature=0.7 if "tempered" in more else 1.0, upstream=uneven(tokens) + 0.3)
+    if name == "ids" or "top" in more:
+        others = 0 if "one" in more else 4
+        steps = torch.arange(1, others + 1) * 7
+        target = case.targets.masked_fill(~case.counted, 0)[:, None]
+        asked.ids = torch.cat([target, (target + steps) % case.weight.shape[0]], 1)
+        if name == "ids":
+            asked.upstream = uneven(asked.ids.numel()).view(asked.ids.shape) + 0.3
+    if "top" in more:
+        likely = torch.linspace(0.9, 0.01, asked.ids.shape[1], dtype=torch.float64)
+        log_probs = (0.95 * likely / likely.sum()).log() + 0.01 * normal(tokens, 1)
+        asked.log_probs = log_probs.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    elif name not in ("ids", "entropy"):
+        # One that is about as sure of the same tokens: its own width, and its own number of components.
+        sure = case.rows.nan_to_num(0.0).double().mean(1, keepdim=True)
+        asked.rows = (sure + 0.05 * normal(tokens, components, D)).to(dtype)
+        asked.weight = (case.weight.double() + 0.02 * normal(*case.weight.shape)).to(dtype)
+        asked.log_prior = normal(tokens, components).log_softmax(1)
+        asked.log_prior = asked.log_prior if dtype == torch.float64 else asked.log_prior.float()
+    return asked
+
+
+OUTPUTS = (
+    "ids", "ids one", "ids tempered", "entropy", "entropy tempered", "forward", "reverse", "jensen_shannon",
+    "forward tempered", "forward top", "reverse top", "jensen_shannon top",
+)  # fmt: skip
+KERNEL_OUTPUTS = ("ids", "ids one", "forward top")
+
+
+@mixtures
+@dtypes
+@pytest.mark.parametrize(
+    "condition", ["plain", "ignored", "masked", "confident", "shifted", "odd", "tied", "strided", "none"]
+)
+@pytest.mark.parametrize(
+    "path", ["reference", "chunked", pytest.param("kernels", marks=pytest.mark.interpreter)]
+)
+def test_outputs_with_gradients(path, condition, dtype, kind, components):
+    """Log-probabilities at ids, entropy and divergences: values, and gradients for uneven numbers."""
+    if path == "kernels":
+        if kind != "identity" or dtype == torch.float64:
+            pytest.skip("the kernel is the identity's, in fp32")
+        if dtype != torch.float16 and condition not in ("plain", "confident"):
+            pytest.skip("the interpreter takes its time")
+    case = make_case(condition, dtype, kind, components)
+    counts = case.counted.double()
+    for output in KERNEL_OUTPUTS if path == "kernels" else OUTPUTS:
+        asked = make_teaching(case, output, 3 - components)
+        eps = precision(dtype, path)
+        right = outputs_truth(case, asked, eps=eps, stored=torch.finfo(dtype).eps)
+        leaves = {"rows": leaf(case.rows), "log_prior": leaf(case.log_prior), "weight": leaf(case.weight)}
+        leaves["bias"] = leaf(case.bias)
+        common = {
+            "bias": leaves["bias"], "pointwise": POINTWISE[kind], "temperature": asked.temperature,
+            **options_of(path),
+        }  # fmt: skip
+        arguments = (leaves["rows"], leaves["log_prior"], leaves["weight"])
+        if asked.name == "ids":
+            ids = asked.ids.masked_fill(~case.counted[:, None], -100)
+            value = token_logprobs(*arguments, ids, **common)
+        else:
+            common |= {"token_weight": counts, "reduction": "none"}
+            if asked.name == "entropy":
+                value = entropy(*arguments, **common)
+            else:
+                teacher = Mixture(asked.rows, asked.log_prior, asked.weight)
+                if asked.log_probs is not None:
+                    teacher = TopTokens(asked.ids, asked.log_probs)
+                value = divergence(*arguments, teacher, kind=asked.name, **common)
+        upstream = torch.where(torch.isfinite(value), asked.upstream.to(value.dtype), 0.0)
+        found = torch.autograd.grad(value, list(leaves.values()), upstream)
+        compare({"value": value, **dict(zip(leaves, found, strict=True))}, right, output)
 
 
 @pytest.mark.interpreter

@@ -2,8 +2,9 @@
 
     rows [..., K, D], log prior [..., K];   z_k = W row_k + b,   p = sum_k prior_k softmax(f(z_k))
 
-A subclass gives the rows and the prior; the fused loss, log-probabilities, sampling, the most probable tokens
-and the record come with it. So does W split over processes: rows are all that it needs of a head.
+A subclass gives the rows and the prior; the fused loss, log-probabilities, sampling, the most probable
+tokens, entropy and divergence from a teacher, and the record come with it. So does W split over processes:
+rows are all that it needs of a head.
 """
 
 from __future__ import annotations
@@ -18,7 +19,19 @@ from fullrank.errors import FullrankError
 from fullrank.heads.base import Head, States
 from fullrank.heads.labels import Labels, Loss
 from fullrank.heads.record import MixtureRecord, describe_mixture
-from fullrank.ops import linear_nll, mixture_argmax, mixture_log_probs, mixture_nll, row_scores
+from fullrank.ops import (
+    Mixture,
+    Teacher,
+    TopTokens,
+    divergence,
+    entropy,
+    linear_nll,
+    mixture_argmax,
+    mixture_log_probs,
+    mixture_nll,
+    row_scores,
+    token_logprobs,
+)
 from fullrank.ops.reduce import reduce_losses
 
 # Log-probabilities that a decoding method may hold at once, in bytes.
@@ -107,6 +120,55 @@ class RowHead(Head):
             weight = weight * labels.token_weight.flatten()
         value = reduce_losses(each, weight, labels.reduction)
         return Loss(shaped(value, labels), None, gate, reduce_losses(size, weight, "mean"))
+
+    def distribution(self, hidden: States, *, context: Tensor | None = None) -> Mixture:
+        """What the head says of these states, as `ops` take it: another head's teacher."""
+        rows, log_prior = self._flat_rows(self._checked(hidden, None, context))
+        return Mixture(rows, log_prior, self.decoder.weight, self.decoder.bias, self.pointwise)
+
+    def token_logprobs(
+        self, hidden: States, ids: Tensor, *, temperature: float = 1.0, ignore_index: int = -100
+    ) -> Tensor:
+        """Log-probabilities [..., M] at ids [..., M], or [M] for the same ones at every state, without an
+        N x V tensor; `temperature` as in `ops/distil/reference.py`, 0 where an id is ignored."""
+        rows, log_prior, weight, bias, pointwise = self.distribution(hidden)
+        found = token_logprobs(
+            rows, log_prior, weight, ids if ids.ndim == 1 else ids.flatten(0, -2), bias=bias,
+            pointwise=pointwise, temperature=temperature, ignore_index=ignore_index,
+        )  # fmt: skip
+        return found.view(*self._leading(hidden), -1)
+
+    def entropy(
+        self, hidden: States, *, temperature: float = 1.0, reduction: str = "mean",
+        token_weight: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Entropy in nats, differentiable, without an N x V tensor; reduced as a loss is, "none": [...]."""
+        rows, log_prior, weight, bias, pointwise = self.distribution(hidden)
+        found = entropy(
+            rows, log_prior, weight, bias=bias, pointwise=pointwise, temperature=temperature,
+            reduction=reduction, token_weight=None if token_weight is None else token_weight.flatten(),
+        )  # fmt: skip
+        return found.view(self._leading(hidden)) if reduction == "none" else found
+
+    def divergence(
+        self, hidden: States, teacher: Teacher, *, kind: str = "forward", temperature: float = 1.0,
+        reduction: str = "mean", token_weight: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """How far the head is from a teacher, in nats, as `ops.divergence` has it: from another head's
+        `distribution`, from `Mixture.softmax(states, weight)`, or from `TopTokens` with ids [..., m]."""
+        rows, log_prior, weight, bias, pointwise = self.distribution(hidden)
+        if isinstance(teacher, TopTokens):
+            teacher = TopTokens(*(each.flatten(0, -2) for each in teacher))
+        found = divergence(
+            rows, log_prior, weight, teacher, kind=kind, bias=bias, pointwise=pointwise,
+            temperature=temperature, reduction=reduction,
+            token_weight=None if token_weight is None else token_weight.flatten(),
+        )  # fmt: skip
+        return found.view(self._leading(hidden)) if reduction == "none" else found
+
+    @staticmethod
+    def _leading(hidden: States) -> torch.Size:
+        return (hidden if isinstance(hidden, Tensor) else hidden[0]).shape[:-1]
 
     @torch.no_grad()
     def sample(

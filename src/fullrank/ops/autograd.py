@@ -46,6 +46,14 @@ def refuse_second_derivative() -> None:
         )
 
 
+def refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise FullrankError(
+            "fullrank's fused loss is one opaque call, which a transform of torch.func (grad, vmap, jvp, "
+            "...) cannot look into: pass impl='reference', or use torch.autograd"
+        )
+
+
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Autocast reaches into operators, which have decided what they multiply in."""
     if torch.is_autocast_enabled(device.type):
@@ -84,11 +92,8 @@ class Operator(NamedTuple):
     def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Differentiable; beside a loss stands what the operator has, or None in place of an empty tensor."""
         compiling = torch.compiler.is_compiling()
-        if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
-            raise FullrankError(
-                "fullrank's fused loss is one opaque call, which a transform of torch.func (grad, vmap, jvp, "
-                "...) cannot look into: pass impl='reference', or use torch.autograd"
-            )
+        if not compiling:
+            refuse_transforms()
         if not compiling and _plain(*inputs[: self.tensors]):
             return Fullrank.apply(self, inputs[self.tensors :], *inputs[: self.tensors])
         return self.registered(*inputs)
