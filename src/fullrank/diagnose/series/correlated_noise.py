@@ -42,7 +42,7 @@ PARAMETERS, BEFORE, AFTER = 4, 2, 3
 FEWEST_POINTS = 6
 """For one turn and two degrees of freedom."""
 SIMULATIONS = 20_000
-ESTIMATES = 1000
+ESTIMATES = 2000
 """Simulations of the estimate of a curve's correlation."""
 CUTS = (-1, 0, 1, 2)
 """Where the line may begin, counted from the lowest point."""
@@ -230,7 +230,7 @@ def smallest(steps: tuple[float, ...], correlation: float, level: float, seed: i
 
 
 def correlation(curve: Measured, steps: tuple[float, ...], seed: int) -> float:
-    """The upper 99.8% confidence value of a curve's correlation, at most the last of CORRELATIONS.
+    """The upper 99.95% confidence value of a curve's correlation, at most the last of CORRELATIONS.
 
     The estimate is held against those of curves simulated around the same trend, so that its bias, which
     depends on where the curve turns, is theirs too.
@@ -239,6 +239,6 @@ def correlation(curve: Measured, steps: tuple[float, ...], seed: int) -> float:
     for one in reversed(CORRELATIONS):
         drawn = curve.scale[0] * autoregressive(random, ESTIMATES, len(steps), one)
         estimates = measured(curve.trend + drawn, numpy.array(steps)).correlation
-        if curve.correlation[0] >= numpy.quantile(estimates, 0.002):
+        if curve.correlation[0] >= numpy.quantile(estimates, 0.0005):
             return one
     return CORRELATIONS[0]
