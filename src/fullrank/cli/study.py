@@ -11,7 +11,7 @@ import tyro
 
 from fullrank.cli.progress import Bar
 from fullrank.cli.study_attention import Attention, attention
-from fullrank.cli.study_grid import Heads, Optimiser, Width, grid_study
+from fullrank.cli.study_grid import Heads, Optimiser, Pythia, Width, grid_study, pythia_study
 from fullrank.cli.study_histalign import Histalign, histalign
 from fullrank.errors import FullrankError
 
@@ -58,10 +58,11 @@ class Languages:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Run a question of the field: width, heads, optimiser, languages, attention or histalign."""
+    """Run a question of the field: pythia, width, heads, optimiser, languages, attention or histalign."""
 
     what: (
-        Annotated[Width, tyro.conf.subcommand("width")]
+        Annotated[Pythia, tyro.conf.subcommand("pythia")]
+        | Annotated[Width, tyro.conf.subcommand("width")]
         | Annotated[Heads, tyro.conf.subcommand("heads")]
         | Annotated[Optimiser, tyro.conf.subcommand("optimiser")]
         | Annotated[Languages, tyro.conf.subcommand("languages")]
@@ -72,6 +73,7 @@ class Study:
 
 def study(options: Study) -> None:
     run: Any = {
+        Pythia: pythia_study,
         Width: grid_study,
         Heads: grid_study,
         Optimiser: grid_study,

@@ -1,4 +1,4 @@
-"""`fullrank study width | heads | optimiser`: grids of trainings, within a budget."""
+"""`fullrank study width | heads | optimiser`: grids of trainings within a budget; `pythia`: public curves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from fullrank.errors import FullrankError
 
@@ -60,6 +62,46 @@ class Optimiser(_Grid):
 
     Example: fullrank study optimiser --data wikitext-2 --small
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pythia:
+    """Which public Pythias turn, what the scaling law says, and what a smaller batch changes.
+
+    Example: fullrank study pythia curves.csv
+    """
+
+    curves: Annotated[Path, tyro.conf.Positional]
+    """A CSV file with the columns model, shots, step and metrics (docs/series.md)."""
+    out: Path = Path("runs/pythia")
+    """Directory for results.json and report.html."""
+    seed: int = 0
+    """Seed of the simulations."""
+
+
+def pythia_study(options: Pythia) -> None:
+    from rich.console import Console
+
+    from fullrank import report, results
+    from fullrank.cli import outcome
+    from fullrank.cli.progress import Bar
+    from fullrank.cli.series import findings
+    from fullrank.cli.series import table as series_table
+    from fullrank.studies import pythia_curves
+
+    results.check_writable(options.out)
+    report.check_installed()
+    console = Console()
+    stated = pythia_curves.STATEMENT
+    for name, words in (("hypothesis", stated.hypothesis), ("rule", stated.rule)):
+        console.print(f"{name}: {words}", highlight=False, markup=False)
+    with Bar(console) as bar:
+        record = pythia_curves.run(options.curves, progress=bar.update, seed=options.seed)
+    outcome.write(record, results.provenance(seed=options.seed, device="cpu"), options.out)
+    console.print(series_table(record))
+    for line in findings(record):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    outcome.say_where(console, options.out)
 
 
 def grid_study(options: _Grid) -> None:
