@@ -17,8 +17,8 @@ from fullrank.results import Series
 from fullrank.results.grid import Statement
 
 STATEMENT = Statement(
-    question="Which public Pythias turn late in training, what did the narrow ones lose by the scaling law of "
-    "the wide ones, and does a smaller batch at equal width change it?",
+    question="Which public Pythias turn late in training, what did the narrow ones lose by the scaling law "
+    "of the wide ones, and does a smaller batch at equal width change it?",
     hypothesis="70m and 160m turn, models of 410m and more do not (Godey et al., 2404.07647), and at a "
     "smaller batch the same width turns less (2602.20433).",
     comparison="Each model's curve with level curves of correlated noise; final losses with a law fitted to "
