@@ -9,6 +9,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,21 @@ def _pictures_are_drawn_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(vl_convert, "vegalite_to_svg", remembered)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _seeds_write_no_stacks() -> Iterator[None]:
+    """Without a GPU `torch.manual_seed` writes down the stack for three kinds of device that may come later,
+    and under pytest stacks are deep: five milliseconds a seed, a quarter of what a small fit takes."""
+    import torch.cuda
+    import torch.mtia
+    import torch.xpu
+
+    silent = SimpleNamespace(format_stack=list)
+    with pytest.MonkeyPatch.context() as patched:
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            patched.setattr(device, "traceback", silent)
         yield
 
 
