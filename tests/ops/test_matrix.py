@@ -279,13 +279,20 @@ def test_outputs_beside_the_loss(condition, dtype, kind, components):
         Bounded(whole.value[counted], whole.allowed[counted]).check(parallel, "parallel log_probs")
 
 
+# Scores come in any dtype, and what follows is in fp32 whatever it was: one mixture has them all.
 @pytest.mark.interpreter
-@mixtures
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+    ("kind", "components", "dtype"),
+    [
+        *(("identity", K, DTYPES[name]) for name in ("fp32", "bf16", "fp16")),
+        ("identity", 1, torch.float32),
+        ("sigsoftmax", K, torch.bfloat16),
+        ("softcap", K, torch.float16),
+    ],
+    ids=["fp32", "bf16", "fp16", "one-fp32", "sigsoftmax-bf16", "softcap-fp16"],
 )
 @pytest.mark.parametrize("condition", ["plain", "masked", "confident", "shifted", "odd"])
-def test_decoding_kernels(condition, dtype, kind, components):
+def test_decoding_kernels(condition, kind, components, dtype):
     from fullrank.ops.decode import kernels
 
     case = make_case(condition, dtype, kind, components)
