@@ -93,6 +93,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, question: str, error: BaseExcepti
 # Done
 
 
+@pytest.mark.usefixtures("pictures")
 def test_results_page_and_table(diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert diagnose(which=["--skip", "better_head", "unreachable", "rank_needed"]) == 0
@@ -178,6 +179,7 @@ def test_a_name_that_reads_like_markup(
     assert "<script>" not in (tmp_path / "out" / "report.html").read_text(encoding="utf8")
 
 
+@pytest.mark.usefixtures("pictures")
 def test_quick(diagnose: Run, tmp_path: Path) -> None:
     """All questions, of which every one is answered."""
     assert diagnose("--quick", "--search-seconds", "60", which=[]) == 0
