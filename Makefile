@@ -11,7 +11,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # A process for each core, two at least and four at most: each takes up to 1.5 GB.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; [ $$n -lt 2 ] && n=2; echo $$n)
 # Neighbours stay in one worker, so that few fixtures of a module are built twice.
-PYTEST := $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+# Rewritten asserts are kept even where the environment keeps no bytecode: they take a worker ten seconds.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: env lock check-lock demo test test-all test-older lint style format bench clean help
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +47,53 @@ def _pictures_are_drawn_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(vl_convert, "vegalite_to_svg", remembered)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _seeds_write_no_stacks() -> Iterator[None]:
+    """Without a GPU `torch.manual_seed` writes down the stack for three kinds of device that may come later,
+    and under pytest stacks are deep: five milliseconds a seed, a quarter of what a small fit takes."""
+    import torch.cuda
+    import torch.mtia
+    import torch.xpu
+
+    silent = SimpleNamespace(format_stack=list)
+    with pytest.MonkeyPatch.context() as patched:
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            patched.setattr(device, "traceback", silent)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _logs_are_caught_at_the_root() -> Iterator[None]:
+    """Six times a test pytest looks through all loggers, of which transformers has thousands, for those whose
+    lines do not reach the root: three milliseconds a test. Ours reach it."""
+    from _pytest.logging import catching_logs
+
+    def enter(self: Any) -> Any:
+        root = logging.getLogger()
+        root.addHandler(self.handler)
+        self.attached_loggers.append(root)
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            self.orig_level = root.level
+            root.setLevel(min(root.level, self.level))
+        return self.handler
+
+    with pytest.MonkeyPatch.context() as patched:
+        if "attached_loggers" in catching_logs.__slots__:
+            patched.setattr(catching_logs, "__enter__", enter)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _disks_keep_their_power() -> Iterator[None]:
+    """Only a loss of power undoes what was written and not synced, and no test has one; thousands of times it
+    was milliseconds of waiting. What is killed is a process of its own, and it does sync."""
+    with pytest.MonkeyPatch.context() as patched:
+        # A descriptor that is none stays an error.
+        patched.setattr(os, "fsync", os.fstat)
         yield
 
 

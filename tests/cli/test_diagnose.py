@@ -93,6 +93,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, question: str, error: BaseExcepti
 # Done
 
 
+@pytest.mark.usefixtures("pictures")
 def test_results_page_and_table(diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert diagnose(which=["--skip", "better_head", "unreachable", "rank_needed"]) == 0
@@ -178,6 +179,7 @@ def test_a_name_that_reads_like_markup(
     assert "<script>" not in (tmp_path / "out" / "report.html").read_text(encoding="utf8")
 
 
+@pytest.mark.usefixtures("pictures")
 def test_quick(diagnose: Run, tmp_path: Path) -> None:
     """All questions, of which every one is answered."""
     assert diagnose("--quick", "--search-seconds", "60", which=[]) == 0
@@ -381,7 +383,15 @@ sys.exit(main.run(sys.argv[1:-1]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        # Ten seconds of imports once more; what an interruption prints and writes is tested above.
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
+    ids=lambda number: number.name,
+)
 def test_a_signal_costs_only_the_question_in_hand(
     number: signal.Signals, diagnose: Run, model: Path, text: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

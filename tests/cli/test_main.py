@@ -57,6 +57,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
     assert "report" in done.stdout
 
 
+@pytest.mark.usefixtures("pictures")
 def test_demo_writes_results_and_a_page_that_can_be_drawn_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("pictures")
 def test_one_run_gets_its_page_beside_it(runs: Path) -> None:
     assert main.run(["report", "one"]) == 0
     assert "model one" in (runs / "one" / "report.html").read_text()
@@ -73,6 +74,7 @@ def test_one_run_gets_its_page_beside_it(runs: Path) -> None:
     assert "model one" in (runs / "elsewhere" / "page.html").read_text()
 
 
+@pytest.mark.usefixtures("pictures")
 def test_several_runs_get_one_page(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["report", "one", "two/results.json"]) == 0
     assert "comparison.html" in capsys.readouterr().out

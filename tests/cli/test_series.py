@@ -34,6 +34,7 @@ def curves(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("pictures")
 def test_table_results_and_page(curves: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main.run(["series", str(curves), "--out", str(out)]) == 0
@@ -122,6 +123,7 @@ def test_output_is_checked_first(curves: Path, tmp_path: Path, capsys: pytest.Ca
     assert "no writable directory" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("pictures")
 def test_one_run(write_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = write_run("mine", turns=True, dead_from=7), tmp_path / "out"
     log = (run / "log.jsonl").read_bytes()

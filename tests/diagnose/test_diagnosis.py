@@ -71,10 +71,22 @@ def directory(tiny_checkpoint: Build) -> Path:
     return tiny_checkpoint("llama", tie_word_embeddings=False)
 
 
+Said = list[tuple[str, float]]
+
+
 @pytest.fixture(scope="module")
-def whole(directory: Path, text: Path, few_orderings: None) -> Diagnosis:
-    """All eight questions."""
-    return run(directory, text=[text], settings=SMALL)
+def told(directory: Path, text: Path, few_orderings: None) -> tuple[Diagnosis, Said]:
+    """All eight questions, and what was said of their progress."""
+    said: Said = []
+    found = run(
+        directory, text=[text], settings=SMALL, progress=lambda stage, share: said.append((stage, share))
+    )
+    return found, said
+
+
+@pytest.fixture(scope="module")
+def whole(told: tuple[Diagnosis, Said]) -> Diagnosis:
+    return told[0]
 
 
 @pytest.fixture
@@ -169,6 +181,7 @@ def test_the_record_survives_its_file(
     assert document["logprob_rank"]["least_rank"] == 32
 
 
+@pytest.mark.slow(reason="a diagnosis once more; models that came otherwise, below, get these very answers")
 def test_two_runs_agree(whole: Diagnosis, directory: Path, text: Path) -> None:
     assert timeless(run(directory, text=[text], settings=SMALL)) == timeless(whole)
 
@@ -180,7 +193,14 @@ def test_another_seed_draws_otherwise(whole: Diagnosis, directory: Path, text: P
     assert other.anisotropy != whole.anisotropy
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", "phi", "mamba", "opt", "padded"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gpt2", "gemma2", "phi", "opt", "padded"),
+        # Its states and output layer are those of any body once they were found, which tests/models does.
+        pytest.param("mamba", marks=pytest.mark.slow),
+    ],
+)
 def test_other_families_are_answered_in_full(family: str, tiny_checkpoint: Build, text: Path) -> None:
     changes: dict[str, Any] = {"opt": {"word_embed_proj_dim": 16}, "padded": {"vocab_size": 320}}.get(
         family, {}
@@ -476,7 +496,7 @@ def test_a_loaded_model_stays_usable(directory: Path, text: Path, whole: Diagnos
     found = run(loaded, text=[text], settings=SMALL, only=["loss", "better_head", "rank_needed"])
     with torch.no_grad():
         assert torch.equal(loaded.model(input_ids=ids).logits, before)
-    assert found.better_head == whole.better_head
+    assert (found.better_head, found.rank_needed) == (whole.better_head, whole.rank_needed)
     generated = loaded.model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert generated.shape == (1, 43)
 
@@ -567,15 +587,11 @@ def test_the_window_keeps_to_the_models_positions(tiny_checkpoint: Build, text: 
     assert found.text.window == 40
 
 
-def test_progress_names_the_stages_and_rises(directory: Path, text: Path) -> None:
-    said: list[tuple[str, float]] = []
-    run(
-        directory, text=[text], settings=SMALL, only=["loss", "better_head"],
-        progress=lambda stage, share: said.append((stage, share)),
-    )  # fmt: skip
+def test_progress_names_the_stages_and_rises(told: tuple[Diagnosis, Said]) -> None:
+    _, said = told
     stages = list(dict.fromkeys(stage.split(":")[0] for stage, _ in said))
     assert stages[0] == "loading the model"
-    assert stages[-3:] == ["running the model", "loss", "better_head"]
+    assert stages[-9:] == ["running the model", *QUESTIONS]
     assert any(stage == "better_head: fitting mos" for stage, _ in said)
     assert any(stage == "better_head: planted gain: mos" for stage, _ in said)
     for name in stages:
@@ -617,7 +633,7 @@ def test_the_function_is_not_hidden_by_a_module() -> None:
 )
 def test_a_question_takes_no_more_memory_than_it_says(question: str, biased: bool, whole: Diagnosis) -> None:
     """And that is within --memory, or it is not asked."""
-    V, D, N = 8192, 64, 1024
+    V, D, N = 8192, 64, 512
     generator = torch.Generator().manual_seed(0)
     output = OutputLayer(
         weight=torch.randn(V, D, generator=generator) / 8,

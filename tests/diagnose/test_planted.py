@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,20 @@ Diagnose = Callable[..., Found]
 
 
 @pytest.fixture(scope="module")
+def blank_pictures() -> Iterator[None]:
+    """Findings stand in the words of a page; its pictures are drawn in tests/report."""
+    blank = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("vl_convert.vegalite_to_svg", lambda *of, **options: blank)
+        yield
+
+
+@pytest.fixture(scope="module")
 def diagnosed(
-    tiny_checkpoint: Build, few_orderings: None, tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Build,
+    few_orderings: None,
+    blank_pictures: None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Diagnose:
     """diagnosed(family, plant, questions): a model with what `plant` does to it, by the command line."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

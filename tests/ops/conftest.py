@@ -268,6 +268,41 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cutter:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _language_is_replaced_once_a_launch() -> Iterator[None]:
+    """Triton's interpreter puts its own functions into the language at every call of a function inside a
+    kernel, though they are there since the kernel began: a third of its time."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    replace_language, there = interpreter._patch_lang, set()
+
+    def once(function: Any) -> Any:
+        # What is replaced depends on the modules that a function sees.
+        seen = id(function.__globals__)
+        if seen in there:
+            return None
+        launch = not there
+        there.add(seen)
+        scope = replace_language(function)
+        if launch:
+            # A launch alone puts the language back, at its end.
+            restore = scope.restore
+
+            def ended() -> None:
+                there.clear()
+                restore()
+
+            scope.restore = ended
+        return scope
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter, "_patch_lang", once)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def warned_of_slow_bf16() -> None:
     """On a CPU without bf16 instructions torch says so once, at the first product; not our warning."""
     with warnings.catch_warnings():

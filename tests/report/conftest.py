@@ -549,14 +549,20 @@ def browse(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def measure(browse: Callable[..., str]) -> Callable[..., Any]:
-    """What runs out of its picture or of a window of a width, and how many pictures there are."""
+def measure(browse: Callable[..., str]) -> Callable[..., list[Any]]:
+    """What runs out of its picture or of windows of some widths, and how many pictures there are."""
 
-    def run(page: str, *, width: int) -> Any:
-        measured = page.replace("Content-Security-Policy", "").replace("</body>", MEASURE)
-        # In a frame, because a window of chromium is never narrower than 500 pixels.
-        frame = f'<iframe srcdoc="{escape(measured)}" width="{width}" height="1600" frameborder="0"></iframe>'
-        document = browse(f"<!doctype html><body>{frame}</body>", "--dump-dom", "--window-size=1400,1700")
-        return json.loads(unescape(document.split("<output>")[1].split("</output>")[0]))
+    def run(page: str, *widths: int) -> list[Any]:
+        measured = escape(page.replace("Content-Security-Policy", "").replace("</body>", MEASURE))
+        # In frames, because a window of chromium is never narrower than 500 pixels, and takes a second.
+        frames = "".join(
+            f'<iframe srcdoc="{measured}" width="{width}" height="1600" frameborder="0"></iframe>'
+            for width in widths
+        )
+        document = browse(f"<!doctype html><body>{frames}</body>", "--dump-dom", "--window-size=1400,1700")
+        told = [unescape(part.split("</output>")[0]) for part in document.split("<output>")[1:]]
+        found = {one["width"]: one for one in map(json.loads, told)}
+        assert len(told) == len(found) == len(widths)
+        return [found[width] for width in widths]
 
     return run

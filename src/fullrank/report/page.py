@@ -15,6 +15,7 @@ if it got past the escaping. The style follows the reader's light or dark scheme
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,9 +146,17 @@ _HERE = Path(__file__).parent
 
 def _environment() -> jinja2.Environment:
     try:
-        import jinja2
+        import jinja2  # noqa: F401
     except ImportError as error:
         raise missing(error) from error
+    return _templates()
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    """Kept, with the templates that it has compiled: that takes longer than a page."""
+    import jinja2
+
     environment = jinja2.Environment(
         # Always on: jinja's choice by file name would leave a .j2 unescaped.
         autoescape=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -50,16 +51,21 @@ class Provenance:
 
 def provenance(*, seed: int | None, device: str) -> Provenance:
     """Describe this process: its command line, the commit of this source tree, device and versions."""
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return Provenance(
+        command=command, commit=_commit(), time=now(), device=device, seed=seed, versions=dict(_versions())
+    )
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "fullrank": __version__}
     for name in LIBRARIES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return Provenance(
-        command=command, commit=_commit(), time=now(), device=device, seed=seed, versions=versions
-    )
+    return versions
 
 
 def now() -> str:

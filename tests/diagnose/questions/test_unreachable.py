@@ -23,7 +23,7 @@ def names(token):
 
 
 def test_a_healthy_matrix_has_none():
-    found = unreachable(OutputLayer(weight=healthy(), tokens=120), names)
+    found = unreachable(OutputLayer(weight=healthy(), tokens=120), names, samples=2)
     assert found.never == ()
     assert (found.argmaxable, found.undecided, found.duplicates, found.padding_never) == (120, 0, 0, 0)
     assert found.vocabulary == 120
@@ -34,7 +34,7 @@ def test_a_planted_inner_token_is_found_and_named():
     weight = healthy()
     weight[7] = weight[60:90].mean(dim=0)
     weight[55] = 0.02 * weight[5]
-    found = unreachable(OutputLayer(weight=weight, tokens=120), names)
+    found = unreachable(OutputLayer(weight=weight, tokens=120), names, samples=2)
     assert [(one.id, one.text) for one in found.never] == [(7, "token 7"), (55, "token 55")]
     assert all(0 < one.depth <= 1 for one in found.never)
     # Next to the origin is deeper than at the centre of a quarter of the rows.
@@ -45,7 +45,7 @@ def test_a_planted_inner_token_is_found_and_named():
 def test_the_mean_row_is_as_deep_as_can_be():
     weight = healthy()
     weight[0] = weight[1:].mean(dim=0)
-    (only,) = unreachable(OutputLayer(weight=weight, tokens=120), names).never
+    (only,) = unreachable(OutputLayer(weight=weight, tokens=120), names, samples=2).never
     assert only.id == 0
     assert only.depth == pytest.approx(1, abs=1e-3)
 
@@ -54,13 +54,13 @@ def test_duplicates_are_counted_apart():
     weight = healthy()
     weight[3] = weight[90]
     weight[8] = 0.2 * weight[5]
-    found = unreachable(OutputLayer(weight=weight, tokens=120), names)
+    found = unreachable(OutputLayer(weight=weight, tokens=120), names, samples=2)
     assert [one.id for one in found.never] == [3, 8, 90]
     assert found.duplicates == 2
     # A higher bias breaks the tie for one of them.
     bias = torch.zeros(120)
     bias[3] = 1.0
-    found = unreachable(OutputLayer(weight=weight, bias=bias, tokens=120), names)
+    found = unreachable(OutputLayer(weight=weight, bias=bias, tokens=120), names, samples=2)
     assert 90 in [one.id for one in found.never]
     assert 3 not in [one.id for one in found.never]
     assert found.duplicates == 1
@@ -69,7 +69,7 @@ def test_duplicates_are_counted_apart():
 def test_padding_is_no_loss_to_anyone():
     weight = torch.cat([healthy(), torch.zeros(10, 16)])
     weight[7] = 0.1 * weight[20]
-    found = unreachable(OutputLayer(weight=weight, tokens=120), names)
+    found = unreachable(OutputLayer(weight=weight, tokens=120), names, samples=2)
     assert found.vocabulary == 120
     assert [one.id for one in found.never] == [7]
     assert found.padding_never == 10
@@ -82,13 +82,13 @@ def test_a_bias_can_lift_an_inner_token_out():
     weight[7] = 0.1 * weight[20]
     bias = torch.zeros(120)
     bias[7] = 5.0
-    assert unreachable(OutputLayer(weight=weight, bias=bias, tokens=120), names).never == ()
+    assert unreachable(OutputLayer(weight=weight, bias=bias, tokens=120), names, samples=2).never == ()
 
 
 def test_a_soft_cap_changes_nothing():
     weight = healthy()
     weight[7] = 0.1 * weight[20]
-    found = unreachable(OutputLayer(weight=weight, pointwise=Softcap(5.0), tokens=120), names)
+    found = unreachable(OutputLayer(weight=weight, pointwise=Softcap(5.0), tokens=120), names, samples=2)
     assert [one.id for one in found.never] == [7]
 
 

@@ -62,7 +62,11 @@ def test_models_may_have_seen_different_tokens() -> None:
     assert fitted(models).alpha.value == pytest.approx(0.246, rel=1e-4)
 
 
-@pytest.mark.parametrize("is_published", [True, False])
+@pytest.mark.parametrize(
+    "is_published",
+    # A law with all its parameters free takes twenty times as long to fit.
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+)
 def test_predictions_cover_models_that_scatter(is_published: bool) -> None:
     """Of 80 laws with 1% scatter between 5 models, 95% of predictions for one more model should hold."""
     random = numpy.random.default_rng(3)

@@ -190,8 +190,9 @@ def test_nothing_overlaps_or_leaves_its_picture(
 ) -> None:
     other = read_log(write_run("other", head="softmax", components=1))
     page = fullrank.report.render(Trainings(runs=(record, other)), made)
-    for width in (360, 1200):
-        assert measure(page, width=width) == {
+    widths = (360, 1200)
+    for width, found in zip(widths, measure(page, *widths), strict=True):
+        assert found == {
             "pictures": 4, "outside": [], "overlapping": [], "overflow": 0, "width": width, "foreign": 0,
             "requests": 0,
         }  # fmt: skip
