@@ -236,7 +236,7 @@ def test_memory_decides_the_method() -> None:
 
 
 def test_same_seed_same_figures_and_progress_rises() -> None:
-    made = table(zipf(700, 4, contexts=4000), "probability")
+    made = table(zipf(400, 4, contexts=2500), "probability")
     told: list[tuple[str, float]] = []
     found = [
         spectrum(made, seed=7, effort=QUICK, progress=lambda stage, share: told.append((stage, share)))

@@ -1,8 +1,8 @@
-"""Steps of an upgraded model in one process and in two, for test_distributed.py: `two_processes.py FOLDER`.
+"""Steps of an upgraded model in one process and in two, for test_distributed.py: `two_processes.py FOLDER
+CASE...`.
 
 Importing transformers takes long, so one process imports it and forks the others. FOLDER/one-CASE.pt and
-FOLDER/two-CASE.pt hold the losses and the weights after STEPS steps. Under torchrun, `two_processes.py FOLDER
-CASE` is one of its processes.
+FOLDER/two-CASE.pt hold the losses and the weights after STEPS steps. Under torchrun it is one of its own.
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ def free_port() -> int:
 def main() -> None:
     logging.set_verbosity_error()
     folder = Path(sys.argv[1])
-    if len(sys.argv) > 2:
+    if "RANK" in os.environ:
         run(sys.argv[2], folder, "torchrun")
         return
     context = multiprocessing.get_context("fork")
-    for case in CASES:
+    for case in sys.argv[2:]:
         # The reference is one process too, so that nothing it leaves is inherited.
         started = [context.Process(target=run, args=(case, folder, "one"))]
         port = free_port()

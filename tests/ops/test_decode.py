@@ -63,7 +63,7 @@ def test_programs_take_more_entries_where_there_are_many_tokens():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("K", [1, 5, 17])
+@pytest.mark.parametrize("K", [1, 17])
 def test_kernels_with_either_block(block, K):
     from fullrank.ops.decode.kernels import mix_scores
 
@@ -75,7 +75,7 @@ def test_kernels_with_either_block(block, K):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("K", [1, 3, 20])
+@pytest.mark.parametrize("K", [1, 20])
 def test_the_first_of_equal_entries_is_the_best(block, K):
     from fullrank.ops.decode.kernels import mix_scores
 
@@ -143,7 +143,7 @@ def test_a_masked_tail_of_the_vocabulary_is_never_seen(kind, rubbish):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("K", [3, 20])
+@pytest.mark.parametrize("K", [3, 17])
 def test_a_token_that_nothing_can_emit(K):
     from fullrank.ops.decode.kernels import mix_scores
 

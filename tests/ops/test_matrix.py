@@ -196,6 +196,8 @@ def test_mixture_loss(path, condition, dtype, kind, components):
         pytest.skip("f is applied in fp32 whatever the dtype, and the interpreter takes its time")
     if path == "kernels" and components == 1 and dtype != torch.float32:
         pytest.skip("single rows, below, have every dtype")
+    if path == "kernels" and kind != "identity" and condition in ("signed", "tied", "strided", "none"):
+        pytest.skip("f is applied to scores, which come out the same")
     case = make_case(condition, dtype, kind, components)
     eps, stored = precision(dtype, path), torch.finfo(dtype).eps
     for reduction in reductions_of(path, condition):

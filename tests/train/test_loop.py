@@ -177,7 +177,10 @@ def whole(shop: Workshop) -> Callable[[str], Path]:
     return run
 
 
-@pytest.mark.parametrize("case", CASES)
+# A softmax is stopped as a mixture is, and again with jitter.
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "softmax" else ()) for case in CASES]
+)
 def test_stopped_after_every_single_step(
     shop: Workshop, whole: Callable[[str], Path], out: str, case: str
 ) -> None:

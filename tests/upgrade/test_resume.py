@@ -168,8 +168,14 @@ def damage(file: Path, how: str, setting: Setting) -> None:
         other.unlink()
 
 
-@pytest.mark.parametrize("how", ["cut", "empty", "a flipped bit", "of other settings"])
-@pytest.mark.parametrize("done", [False, True])
+# A file is read the same way before its end and after it.
+@pytest.mark.parametrize(
+    ("done", "how"),
+    [
+        *((True, how) for how in ("cut", "empty", "a flipped bit", "of other settings")),
+        *((False, how) for how in ("a flipped bit", "of other settings")),
+    ],
+)
 def test_what_is_damaged_or_foreign_is_passed_over_with_a_line(
     how: str, done: bool, setting: Setting, tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
