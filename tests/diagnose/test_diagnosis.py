@@ -121,7 +121,8 @@ def test_all_questions_are_answered(whole: Diagnosis) -> None:
     assert tuple(whole.seconds) == QUESTIONS
     assert all(seconds > 0 for seconds in whole.seconds.values())
     for path, value in values(whole):
-        if isinstance(value, float):
+        # So little text may not show what is planted, and then there is no end to what may be there.
+        if isinstance(value, float) and not path.startswith(("better_head.power.smallest", "verdict.")):
             assert math.isfinite(value), path
         # The refit has its learning rate for refitted ranks only, a llama has no cap, and attention is asked
         # by name.

@@ -7,7 +7,6 @@ list stands as NAME/0, NAME/1, and so on.
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 
 from fullrank.results.diagnosis import Estimate
@@ -112,8 +111,8 @@ class Training:
     """Of those, the share that monitors took; nan where there was no time."""
     saturation: Saturation | None
     """Whether the validation loss turned; None where that was not tested."""
-    flops_per_token: float = math.nan
-    """Of training, by formula; nan where the log does not say."""
+    flops_per_token: float = 0.0
+    """Of training, by formula; 0 where the log does not say."""
 
     def validation(self) -> tuple[Evaluation, ...]:
         return tuple(one for one in self.evaluations if one.split == "valid")

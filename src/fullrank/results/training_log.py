@@ -92,7 +92,7 @@ def read_log(run: Path) -> Training:
         recipe=settings.get("recipe", ""),
         head=settings.get("head.name", ""),
         parameters=int(start.get("parameters", 0)),
-        flops_per_token=float(start.get("flops_per_token", math.nan)),
+        flops_per_token=float(start.get("flops_per_token", 0.0)),
         vocabulary=int(start.get("vocabulary", 0)),
         data=flattened(facts) if isinstance(facts, dict) else {"digest": str(facts)} if facts else {},
         device=str(start.get("device", "")),
