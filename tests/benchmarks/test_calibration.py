@@ -60,8 +60,12 @@ CASES = {
 }
 
 
+USUAL = ("tied", "quantised", "healthy, shifted")
+"""The others take as long, and what they have of their own is a family, a dtype or layers."""
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "layers" else ()) for name in CASES]
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in CASES]
 )
 def test_truth_and_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planting = module("planted")

@@ -42,6 +42,8 @@ PARAMETERS, BEFORE, AFTER = 4, 2, 3
 FEWEST_POINTS = 6
 """For one turn and two degrees of freedom."""
 SIMULATIONS = 20_000
+RISES = 500
+"""Simulations of a rise, of which one in ten may be missed."""
 ESTIMATES = 2000
 """Simulations of the estimate of a curve's correlation."""
 CUTS = (-1, 0, 1, 2)
@@ -214,7 +216,7 @@ def smallest(steps: tuple[float, ...], correlation: float, level: float, seed: i
     level_curves = null(steps, correlation, seed)
     axis = numpy.array(steps)
     shape = numpy.maximum(axis - (axis[0] + axis[-1]) / 2, 0.0) / (axis[-1] - axis[0]) * 2
-    noise = autoregressive(numpy.random.default_rng(seed + 1), ESTIMATES, len(steps), correlation)
+    noise = autoregressive(numpy.random.default_rng(seed + 1), RISES, len(steps), correlation)
 
     def missed(rise: float) -> bool:
         found = measured(rise * shape + noise, axis).evidence
