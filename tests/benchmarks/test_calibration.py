@@ -59,8 +59,12 @@ CASES = {
 }
 
 
+# Two seconds each: other shapes of a body and other dtypes around the same planting.
+SLOW = ("layers", "LayerNorm", "classes in bf16")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "layers" else ()) for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
 )
 def test_truth_and_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planting = module("planted")
