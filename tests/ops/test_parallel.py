@@ -7,6 +7,7 @@ together and once with the third left out; the tests compare what they wrote wit
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -158,6 +159,7 @@ def launch(folder: Path) -> None:
 
 def main(folder: Path) -> int:
     """Fork the processes from one that has torch in memory: importing it takes longer than all the work."""
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which a backward pass imports
     # Nothing here has started a thread that a fork could lose.
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     fork = multiprocessing.get_context("fork")

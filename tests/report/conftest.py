@@ -473,6 +473,13 @@ class Reader(HTMLParser):
             self.text[tag] = self.text.get(tag, "") + data
 
 
+@pytest.fixture
+def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at the words of a page: its pictures take a second and more."""
+    blank = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
+    monkeypatch.setattr("vl_convert.vegalite_to_svg", lambda *of, **options: blank)
+
+
 @pytest.fixture(scope="session")
 def read_page() -> Callable[[str], Reader]:
     return Reader

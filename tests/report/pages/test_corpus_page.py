@@ -67,6 +67,7 @@ def corpus(name: str, **changes: Any) -> Corpus:
     return dataclasses.replace(record, **changes)
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_page_holds_every_figure(made: Provenance) -> None:
     html = unescape(fullrank.report.render(corpus("WikiText-2"), made))
     for words in (
@@ -121,6 +122,7 @@ def test_limits_are_the_band_where_there_is_no_interval() -> None:
     assert [key.label for key in picture.legend] == ["relative error"]
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_several_corpora_in_one_picture(made: Provenance, tmp_path: Path) -> None:
     german = corpus(
         "German", tokens=999, vocabulary=500, curves=(curve("probability"), curve("log", prior=9.0))

@@ -105,6 +105,7 @@ def test_figures_stand_in_the_tables(html: str, diagnosis: Diagnosis, read_page:
     assert "3.203 to 3.277" in read.cells
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_tokens_are_listed_up_to_a_limit(diagnosis: Diagnosis, made: Provenance) -> None:
     assert diagnosis.unreachable is not None
     never = tuple(UnreachableToken(id=place, text=f"token {place}", depth=0.1) for place in range(1234))
@@ -117,6 +118,7 @@ def test_tokens_are_listed_up_to_a_limit(diagnosis: Diagnosis, made: Provenance)
     assert "1,234" in part
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_findings_or_none(html: str, diagnosis: Diagnosis, made: Provenance) -> None:
     for finding in diagnosis.findings:
         assert finding.sentence in sections(html)["flagged"]
@@ -202,6 +204,7 @@ def test_one_model_alone_among_several_is_still_named(
     assert "SmolLM2-135M (2)" in found["better_head"]
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_warnings_where_losses_are_not_comparable(
     diagnosis: Diagnosis, other: Diagnosis, made: Provenance
 ) -> None:
@@ -222,6 +225,7 @@ def answered(made: Provenance, **settings: str) -> Answered:
     return Answered(made=made, settings=settings, text="173c")
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_warnings_where_questions_were_asked_otherwise(diagnosis: Diagnosis, made: Provenance) -> None:
     def warned(*records: Diagnosis) -> str:
         page = fullrank.report.render_comparison(records, [made] * len(records))
@@ -241,6 +245,7 @@ def test_warnings_where_questions_were_asked_otherwise(diagnosis: Diagnosis, mad
     assert "different precision" in warned(diagnosis, half)
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_answers_of_several_commands_are_told_apart(diagnosis: Diagnosis, made: Provenance) -> None:
     later = dataclasses.replace(made, command="fullrank diagnose --only <loss>", device="Another GPU")
     one = dataclasses.replace(diagnosis, answered={"loss": answered(made), "spectrum": answered(made)})

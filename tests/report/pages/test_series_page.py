@@ -77,6 +77,7 @@ def test_page_holds_every_figure(record: Series, made: Provenance) -> None:
     assert html.index("p-70m, 0-shot") < html.index("p-1b, 0-shot")
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_reason_without_a_law(record: Series, made: Provenance) -> None:
     without = dataclasses.replace(record, scaling=None, scaling_reason="pass --tokens-per-step", controls=())
     html = fullrank.report.render(without, made)

@@ -32,6 +32,7 @@ def titles(page: str) -> list[str]:
     return [part.split("</h2>")[0].rpartition(">")[2] for part in page.split("<h2>")[1:]]
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_run_has_every_figure_and_its_alarms(record: Training, made: Provenance) -> None:
     page = unescape(fullrank.report.render(record, made))
     best = record.best()
@@ -47,6 +48,7 @@ def test_a_run_has_every_figure_and_its_alarms(record: Training, made: Provenanc
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_head_without_components_has_no_section_on_them(write_run: Write, made: Provenance) -> None:
     page = fullrank.report.render(read_log(write_run(head="softmax", components=1)), made)
     assert "The output layer" in titles(page)
@@ -54,6 +56,7 @@ def test_a_head_without_components_has_no_section_on_them(write_run: Write, made
     assert "Alarms" not in titles(page)
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_several_runs_share_pictures_and_say_what_differs(write_run: Write, made: Provenance) -> None:
     runs = tuple(
         read_log(write_run(name, **options))
@@ -133,6 +136,7 @@ def test_a_run_in_progress_can_be_drawn(evaluations: int, write_run: Write, made
     assert "was not tested" in page
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_run_before_its_first_evaluation(
     write_run: Write, run_lines: Callable[..., list[dict[str, Any]]], made: Provenance
 ) -> None:
