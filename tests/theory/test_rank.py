@@ -121,7 +121,9 @@ def test_full_rank_is_the_ceiling(dtype: torch.dtype) -> None:
 def test_a_gap_tells_where_the_floor_cannot() -> None:
     # Log-probabilities whose noise was made by far larger logits: the floor is too low and the gap sees it.
     H, W = factors(100, 80, 6)
-    noisy = torch.log_softmax((H @ W.T).double() + 1e-6 * torch.randn(100, 80, dtype=torch.float64), dim=1)
+    noise = torch.randn(100, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    # So small that the step down to it is far larger than the one from it to the floor.
+    noisy = torch.log_softmax((H @ W.T).double() + 1e-8 * noise, dim=1)
     found = least_rank(noisy)
     assert found.rank == 79
     assert found.gap_rank == 6
