@@ -9,7 +9,8 @@ softmax with bent rows of equal size and over the model as it is, because a diag
 controls that may bend theirs; of a healthy one nothing may be found. The loss that the command measures is
 written beside the one computed, as a check of the suite itself.
 
-What stands in the file for the same commit is not run again; where the tree has changes, everything is.
+What stands in the file for the same commit is not run again; where the tree has changes, everything is. Every
+row has its commit, and rows of other commits stay until their case is run anew.
 """
 
 from __future__ import annotations
@@ -169,12 +170,12 @@ def run_all(cases: Sequence[tuple[str, int]], config: Config) -> Iterator[dict[s
         yield from (done.result() for done in as_completed(waiting))
 
 
-def earlier(path: Path, commit: str) -> list[dict[str, Any]]:
-    """Rows that this commit has written."""
-    if not path.exists() or not commit or commit.endswith("+changes"):
-        return []
-    document = json.loads(path.read_text(encoding="utf8"))
-    return list(document["data"]["rows"]) if document["made"]["commit"] == commit else []
+def earlier(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Rows that stand in the file, by case and seed."""
+    if not path.exists():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf8"))["data"]["rows"]
+    return {(row["case"], row["seed"]): row for row in rows}
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -231,24 +232,25 @@ def main(config: Config) -> None:
     if unknown:
         raise SystemExit(f"no case {', '.join(unknown)}: expected some of {', '.join(CASES)}")
     made = provenance(seed=None, device="cpu")
-    rows = earlier(config.out, made.commit)
+    rows = earlier(config.out)
     console = Console()
     if not console.is_terminal:
         # In a file the table keeps its lines.
         console = Console(width=140)
-    known = {(row["case"], row["seed"]) for row in rows}
     seeds = range(config.first_seed, config.first_seed + config.seeds)
     wanted = [(name, seed) for seed in seeds for name in config.cases]
-    missing = [(name, seed) for name, seed in wanted if (name, seed) not in known]
+    # A tree with changes is no commit that could be found again.
+    fixed = bool(made.commit) and not made.commit.endswith("+changes")
+    missing = [key for key in wanted if not (fixed and rows.get(key, {}).get("commit") == made.commit)]
     for row in run_all(missing, config):
-        rows.append(row)
+        rows[row["case"], row["seed"]] = row | {"commit": made.commit}
         console.print(f"{row['case']}, seed {row['seed']}", style="dim")
+        ordered = sorted(rows.values(), key=lambda row: (list(CASES).index(row["case"]), row["seed"]))
         document = {
-            "kind": "calibration", "version": 1, "made": dataclasses.asdict(made), "data": {"rows": rows}
+            "kind": "calibration", "version": 1, "made": dataclasses.asdict(made), "data": {"rows": ordered}
         }  # fmt: skip
         write_whole(config.out, json.dumps(document, indent=1) + "\n")
-    rows.sort(key=lambda row: (list(CASES).index(row["case"]), row["seed"]))
-    console.print(table([row for row in rows if (row["case"], row["seed"]) in wanted]))
+    console.print(table([rows[key] for key in wanted]))
 
 
 if __name__ == "__main__":

@@ -162,3 +162,6 @@ def test_rows_of_the_same_commit_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
     )
     calibration.main(calibration.Config(cases=("small",), out=tmp_path / "found.json"))
     assert runs[2:] == [("small", 0)]
+    # The row that was not run anew stays, and says of which commit it is.
+    rows = json.loads((tmp_path / "found.json").read_text())["data"]["rows"]
+    assert [(row["seed"], row["commit"][0]) for row in rows] == [(0, "b"), (1, "a")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,8 +16,10 @@ import fullrank.report
 from fullrank.errors import FullrankError
 from fullrank.results import Grid, load, provenance, save
 from fullrank.results.grid import GridAnswer, GridPoint, GridRun, Statement
-from fullrank.studies import grid, head_grid, optimiser_grid, width_grid
-from fullrank.studies.grid import Done, Extent, Place, Spec, Study, compared, tuned
+from fullrank.studies import grid, grid_workers, head_grid, optimiser_grid, width_grid
+from fullrank.studies.grid import Study
+from fullrank.studies.grid_plan import Done, Extent, Spec, compared, tuned
+from fullrank.studies.grid_workers import Place
 
 STATEMENT = Statement(
     question="Does it train?", hypothesis="It does.", comparison="One seed against another.", smallest=0.1,
@@ -130,6 +134,20 @@ def test_processes_beside_train_the_same(place: Place) -> None:
     losses = {run.name: run.valid for run in alone.runs}
     for run in record.runs:
         assert run.valid == pytest.approx(losses[run.name], rel=1e-4)
+
+
+def test_a_process_that_dies_among_others_is_not_waited_for(place: Place) -> None:
+    workers = grid_workers._Beside(dataclasses.replace(place, processes=2), grid.train)
+    workers.processes = [
+        workers.context.Process(target=time.sleep, args=(60,)),
+        workers.context.Process(target=os._exit, args=(9,)),
+    ]
+    for process in workers.processes:
+        process.start()
+    workers.running["lost"] = Spec(name="lost", recipe="transformer-tiny", factors={})
+    with pytest.raises(FullrankError, match=r"without a word.*lost.*--processes"):
+        list(workers.finished())
+    assert not any(process.is_alive() for process in workers.processes)
 
 
 def test_the_rule_by_hand() -> None:

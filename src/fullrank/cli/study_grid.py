@@ -111,6 +111,8 @@ def grid_study(options: _Grid) -> None:
     from fullrank.cli import outcome
     from fullrank.cli.progress import Bar, device_name, device_of
     from fullrank.studies import grid
+    from fullrank.studies.grid_plan import Extent
+    from fullrank.studies.grid_workers import Place, Stopped
 
     study = _study(options)
     if bool(options.data) == (options.tokens is not None):
@@ -126,18 +128,18 @@ def grid_study(options: _Grid) -> None:
     device = device_of(options.device)
     console = Console()
     made = results.provenance(seed=None, device=device_name(device))
-    place = grid.Place(
+    place = Place(
         out=out, cache=results.cache_directory() / "tokens", data=options.data, tokens=options.tokens,
         device=device, processes=options.processes, seconds=options.seconds,
     )  # fmt: skip
-    extent = grid.Extent(small=options.small, seeds=options.seeds, scale=options.scale)
+    extent = Extent(small=options.small, seeds=options.seeds, scale=options.scale)
     try:
         with Bar(console) as bar:
             record = grid.run(
                 study, place, extent, progress=bar.update,
                 say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
             )  # fmt: skip
-    except grid.Stopped:
+    except Stopped:
         console.print("stopped; run the same command to continue", highlight=False)
         raise SystemExit(128 + signal.SIGTERM) from None
     outcome.write(record, made, out)

@@ -113,8 +113,9 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
     kind = f"{found.best} with {fit.components} components" if fit.components > 1 else found.best
     sure = f"{kind} gains" if measured.low > 0 else f"The best head tried, {kind}, comes to"
     words = f"{sure} {_nats(measured)} nats per token over {_control(found.control)}"
-    planted = "" if tried is None else f"of a planted {tried.planted.value:.3f} the same fits find "
-    planted += "" if tried is None else f"{tried.found.value:.3f}"
+    planted = ""
+    if tried is not None:
+        planted = f"of a planted {tried.planted.value:.3f} the same fits find {tried.found.value:.3f}"
     if tried is not None and not math.isfinite(smallest):
         rest = f"{planted}: too little to say what is there"
     elif not _converged(found):

@@ -93,17 +93,7 @@ class Grid:
     """SHA-256 of the study's file when its first run began."""
     small: bool
     """Whether this is the small version, which shows that a study runs and decides nothing."""
-    text: str
-    """What was read."""
     runs: tuple[GridRun, ...]
     missing: tuple[str, ...]
     """Runs that the plan has and nobody has made yet."""
     answers: tuple[GridAnswer, ...]
-
-    def of(self, **factors: str) -> tuple[GridRun, ...]:
-        """Runs with these factors that did not fail."""
-        return tuple(
-            run
-            for run in self.runs
-            if not run.failure and all(run.factors.get(name) == value for name, value in factors.items())
-        )

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fullrank.results.grid import GridAnswer, GridRun, Statement
-from fullrank.studies.grid import Done, Extent, Spec, Study, compared, steps_of, transformer, tuned
+from fullrank.studies.grid import Study
+from fullrank.studies.grid_plan import Done, Extent, Spec, compared, steps_of, transformer, tuned
 
 STATEMENT = Statement(
     question="Does a head of high rank make a small transformer better at equal compute, trained from "

@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Sequence
 
 from fullrank.results.grid import GridAnswer, GridRun, Statement
-from fullrank.studies.grid import Done, Extent, Spec, Study, compared, transformer
+from fullrank.studies.grid import Study
+from fullrank.studies.grid_plan import Done, Extent, Spec, compared, transformer
 
 STATEMENT = Statement(
     question="How much of a late rise of the loss is optimisation: rate, batch, weight decay, schedule?",

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from fullrank.diagnose.series.saturation import saturations
 from fullrank.results.grid import GridAnswer, GridRun, Statement
-from fullrank.studies.grid import Done, Extent, Spec, Study, compared, loss_curve, transformer, tuned
+from fullrank.studies.grid import Study
+from fullrank.studies.grid_plan import Done, Extent, Spec, compared, loss_curve, transformer, tuned
 
 STATEMENT = Statement(
     question="Does the validation loss of narrow transformers turn late in training, and do spectrum, "

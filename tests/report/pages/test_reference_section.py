@@ -17,9 +17,9 @@ from fullrank.results.diagnosis import Verdict
 
 def model(name: str, width: int, effective_rank: float) -> Known:
     return Known(
-        name=name, about=f"what {name} is", parameters=10 * width, width=width, vocabulary=100, tokens=1000,
+        name=name, about=f"what {name} is", parameters=10 * width, width=width, tokens=1000,
         effective_rank=effective_rank, random_effective_rank=0.99 * width, cosine=0.5,
-        rank_needed="about 3", kept=0.1, gain=0.01, low=-0.01, high=None, outcome="undecided",
+        rank_needed="about 3", gain=0.01, low=-0.01, high=None, outcome="undecided",
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_a_model_stands_at_its_place(diagnosis: Diagnosis) -> None:
     assert "1 of 2 other models use less" in section.text[0]
     assert section.items == ("narrow: what narrow is", "wide: what wide is")
     # No upper end.
-    assert section.table.rows[0][6] == "0.01 (-0.01 or more)"
+    assert section.table.rows[0][7] == "0.01 (-0.01 or more)"
 
 
 @pytest.mark.usefixtures("two")
@@ -77,9 +77,7 @@ def test_the_row_of_a_diagnosis(diagnosis: Diagnosis) -> None:
     assert (row.gain, row.low, row.high, row.outcome, row.about) == (0.1, 0.05, None, "held back", "a line")
     assert row.rank_needed == "about 301"
     empty = known(
-        dataclasses.replace(
-            diagnosis, spectrum=None, anisotropy=None, rank_needed=None, gradient=None, verdict=None
-        )
+        dataclasses.replace(diagnosis, spectrum=None, anisotropy=None, rank_needed=None, verdict=None)
     )
-    assert (empty.effective_rank, empty.cosine, empty.rank_needed, empty.kept) == (None, None, "", None)
+    assert (empty.effective_rank, empty.cosine, empty.rank_needed) == (None, None, "")
     assert (empty.gain, empty.outcome) == (None, "")

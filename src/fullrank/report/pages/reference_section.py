@@ -2,8 +2,8 @@
 seen, so that "effective rank 507 of 576" means something.
 
 `reference.json` ships with the package; `python -m benchmarks.reference` makes it from results of diagnoses.
-A row says what it stands on (text, tokens, settings): losses are left out, because they do not compare
-between texts and vocabularies.
+A row says how many tokens it stands on. Losses are left out, because they do not compare between texts and
+vocabularies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Known:
     """What the model is and what it read: one line."""
     parameters: int
     width: int
-    vocabulary: int
     tokens: int
     """Of text that it was measured on."""
     effective_rank: float | None
@@ -42,8 +41,6 @@ class Known:
     """Of two states of the last layer, mean."""
     rank_needed: str
     """As it is said: "about 144", "at most 72"."""
-    kept: float | None
-    """Share of the gradient's norm that reaches the body."""
     gain: float | None
     """Of a better head, nats per token."""
     low: float | None
@@ -65,13 +62,11 @@ def known(record: Diagnosis, about: str = "") -> Known:
         about=about,
         parameters=record.model.parameters,
         width=record.model.width,
-        vocabulary=record.model.vocabulary,
         tokens=record.text.tokens,
         effective_rank=None if spectrum is None else spectrum.effective_rank,
         random_effective_rank=None if spectrum is None else spectrum.random_effective_rank,
         cosine=None if anisotropy is None or not anisotropy.layers else anisotropy.layers[-1].cosine.value,
         rank_needed=needed,
-        kept=None if record.gradient is None else record.gradient.kept_norm.value,
         gain=None if gain is None else gain.value,
         low=None if gain is None else gain.low,
         high=None if gain is None or not math.isfinite(gain.high) else gain.high,
@@ -112,6 +107,7 @@ def reference_section(subjects: Sequence[Subject]) -> tuple[Section, ...]:
                 columns=(
                     Column(name="model"),
                     Column(name="width"),
+                    Column(name="tokens read"),
                     Column(name="effective rank, of the width"),
                     Column(name="the same, a random matrix"),
                     Column(name="mean cosine of states"),
@@ -129,7 +125,7 @@ def reference_section(subjects: Sequence[Subject]) -> tuple[Section, ...]:
 def _place(name: str, one: Known, others: Sequence[Known]) -> str:
     shares = [found for other in others if (found := _share(other)) is not None]
     own = _share(one)
-    if own is None or not shares:
+    if own is None:
         return f"{name}: its spectrum was not measured."
     below = sum(share < own for share in shares)
     return (
@@ -154,6 +150,7 @@ def _row(name: str, one: Known) -> tuple[Cell, ...]:
     return (
         name,
         one.width,
+        one.tokens,
         None if share is None else percent(share),
         None if random is None or share is None else percent(random / one.width),
         one.cosine,

@@ -1,0 +1,142 @@
+"""What a study of trainings declares: runs, the rates that they want, the rule that decides most of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from fullrank.results import Estimate
+from fullrank.results.grid import GridAnswer, GridRun
+from fullrank.results.series import Curve
+
+Done = Mapping[str, GridRun]
+"""Runs that are made, by name."""
+
+GROWTH = 3
+"""How often a grid of rates may grow."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One run to be made."""
+
+    name: str
+    recipe: str
+    head: str = "softmax"
+    settings: tuple[str, ...] = ()
+    factors: dict[str, str]
+    seed: int = 0
+    branch: str = ""
+    """NAME@STEP of a run that this one goes on from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How large a study is made."""
+
+    small: bool = False
+    seeds: int = 3
+    scale: float = 1.0
+    """Of the length of all runs."""
+
+    def steps(self, full: int) -> int:
+        return max(8, round(self.scale * full))
+
+
+def transformer(
+    width: int, extent: Extent, *, steps: int, small_steps: int = 80, evaluations: int
+) -> tuple[str, tuple[str, ...]]:
+    """The recipe of a body of some width and its settings: a pythia-14m of another width, or the tiny one."""
+    count = extent.steps(small_steps if extent.small else steps)
+    settings = (
+        f"body.hidden={width}", f"body.heads={max(1, width // 32)}", f"steps={count}",
+        f"evaluate_every={max(1, count // evaluations)}",
+    )  # fmt: skip
+    if extent.small:
+        return "transformer-tiny", settings
+    return "transformer-14m", (*settings, "evaluate_tokens=65536", "final_tokens=262144")
+
+
+def steps_of(settings: Sequence[str]) -> int:
+    return next(int(one.partition("=")[2]) for one in settings if one.startswith("steps="))
+
+
+def loss_curve(run: GridRun) -> Curve:
+    """A run's validation loss, as the tests of series take it."""
+    return Curve(
+        model=run.name, shots=None, metric="loss", unit="nats per token", lower_is_better=True,
+        steps=tuple(point.step for point in run.curve), values=tuple(point.loss for point in run.curve),
+        standard_errors=tuple(point.standard_error for point in run.curve), dropped=0,
+    )  # fmt: skip
+
+
+def tuned(done: Done, own: Spec, factors: Sequence[float]) -> tuple[tuple[str, ...] | None, list[Spec]]:
+    """The learning rate that a run wants, as a setting: trials of a quarter of its length at factors of the
+    recipe's rate, and further ones while the best stands at an end. None while trials are missing."""
+    from fullrank.train.config import override
+    from fullrank.train.recipes import recipe
+
+    config = override(recipe(own.recipe, own.head), own.settings)
+    steps = max(4, config.steps // 4)
+    grid = sorted(factors)
+    for _ in range(GROWTH + 1):
+        trials = [
+            dataclasses.replace(
+                own,
+                name=f"{own.name}-rate{factor:g}",
+                settings=(
+                    *own.settings, f"steps={steps}", f"evaluate_every={steps}",
+                    f"optimiser.lr={config.optimiser.lr * factor:g}",
+                ),
+                factors={**own.factors, "trial": f"{factor:g}"},
+            )
+            for factor in grid
+        ]  # fmt: skip
+        if any(trial.name not in done for trial in trials):
+            return None, trials
+        losses = [done[trial.name].valid for trial in trials]
+        finite = [math.inf if loss is None else loss for loss in losses]
+        best = finite.index(min(finite))
+        if 0 < best < len(grid) - 1:
+            break
+        grid = sorted([*grid, grid[0] / 2 if best == 0 else grid[-1] * 2])
+    return (f"optimiser.lr={config.optimiser.lr * grid[best]:g}",), trials
+
+
+def compared(label: str, differences: Sequence[float], smallest: float, of: str = "seeds") -> GridAnswer:
+    """An effect over seeds, or over other pairs: each a difference of two runs that share it.
+
+    By the usual rule: better or worse where the interval has one sign and the effect is of interest, no
+    difference of interest where the interval lies within the smallest effect on both sides, undecided else.
+    """
+    count = len(differences)
+    if count < 2:
+        words = f"{label}: {count} {of}, too few to say"
+        value = differences[0] if differences else math.nan
+        effect = Estimate(value=value, low=-math.inf, high=math.inf) if differences else None
+        return GridAnswer(
+            label=label, effect=effect, seeds=count, seen=math.inf, decision="undecided", sentence=words
+        )
+    from scipy import stats
+
+    mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(count)
+    reach = float(stats.t.ppf(0.975, count - 1)) * error
+    effect = Estimate(value=mean, low=mean - reach, high=mean + reach)
+    seen = float(stats.t.ppf(0.975, count - 1) + stats.t.ppf(0.8, count - 1)) * error
+    if effect.high < 0 and mean <= -smallest:
+        decision = "better"
+    elif effect.low > 0 and mean >= smallest:
+        decision = "worse"
+    elif -smallest < effect.low and effect.high < smallest:
+        decision = "no difference of interest"
+    else:
+        decision = "undecided"
+    sentence = (
+        f"{label}: {mean:+.4f} nats per token (95%: {effect.low:+.4f} to {effect.high:+.4f} over {count} "
+        f"{of}; {seen:.4f} would have been seen): {decision}"
+    )
+    return GridAnswer(
+        label=label, effect=effect, seeds=count, seen=seen, decision=decision, sentence=sentence
+    )
