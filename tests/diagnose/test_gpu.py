@@ -22,11 +22,13 @@ def test_answers_do_not_depend_on_the_device(family: str, tiny_checkpoint: Calla
     directory = tiny_checkpoint(family)
 
     def found(device: str) -> Diagnosis:
-        settings = Settings(tokens=4096, window=64, seeds=1, heads=("mos",))
-        return run(directory, settings=settings, skip=["unreachable"], device=device)
+        # A GPU may do a thousand times the work of a fit; here both do the same.
+        work = 1e7 if device == "cuda" else 1e10
+        settings = Settings(tokens=2048, window=64, heads=("mos",), power=False, fit_work=work)
+        return run(directory, settings=settings, skip=["unreachable", "rank_needed"], device=device)
 
     here, there = found("cpu"), found("cuda")
-    assert not [one for one in there.missing if one.question != "unreachable"]
+    assert not [one for one in there.missing if one.question not in ("unreachable", "rank_needed")]
     assert here.loss is not None
     assert there.loss is not None
     assert there.loss.nats_per_token.value == pytest.approx(here.loss.nats_per_token.value, abs=1e-4)
