@@ -57,6 +57,8 @@ class Config:
     processes: int = 1
     """Cases at once, each with its share of the cores."""
     first_seed: int = 0
+    device: str = "cpu"
+    """As `fullrank diagnose --device` has it; figures of other devices stay in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,22 +131,23 @@ def judged(planted: Planted, found: Reading) -> Judged:
     return Judged(covers=covers, near=near, right=right)
 
 
-def run_case(name: str, seed: int, keep: Path | None, limit: float) -> dict[str, Any]:
+def run_case(name: str, seed: int, config: Config) -> dict[str, Any]:
     """Make a case, diagnose it as a user does, and compare."""
     with tempfile.TemporaryDirectory() as passing:
-        return _run_case(name, seed, Path(passing) if keep is None else keep / f"{name}-{seed}", limit)
+        keep = config.keep
+        return _run_case(name, seed, Path(passing) if keep is None else keep / f"{name}-{seed}", config)
 
 
-def _run_case(name: str, seed: int, directory: Path, limit: float) -> dict[str, Any]:
+def _run_case(name: str, seed: int, directory: Path, config: Config) -> dict[str, Any]:
     planted = plant(directory, CASES[name], seed=seed)
     truth = {
         field: value for field, value in dataclasses.asdict(planted).items() if field not in ("model", "text")
     }
     out = directory / "diagnosis"
     command = [sys.executable, "-m", "fullrank.cli.main", "diagnose", str(planted.model)]
-    command += ["--text", str(planted.text), "--out", str(out)]
-    started = time.monotonic()
-    row = {"case": name, "seed": seed, "truth": truth}
+    command += ["--text", str(planted.text), "--out", str(out), "--device", config.device]
+    started, limit = time.monotonic(), config.limit
+    row = {"case": name, "seed": seed, "device": config.device, "truth": truth}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
@@ -161,21 +164,21 @@ def _run_case(name: str, seed: int, directory: Path, limit: float) -> dict[str, 
 def run_all(cases: Sequence[tuple[str, int]], config: Config) -> Iterator[dict[str, Any]]:
     """Rows, as they are done."""
     if config.processes == 1:
-        yield from (run_case(name, seed, config.keep, config.limit) for name, seed in cases)
+        yield from (run_case(name, seed, config) for name, seed in cases)
         return
     # Read by processes that are started from now on.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // config.processes))
     with ProcessPoolExecutor(config.processes, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(run_case, name, seed, config.keep, config.limit) for name, seed in cases]
+        waiting = [pool.submit(run_case, name, seed, config) for name, seed in cases]
         yield from (done.result() for done in as_completed(waiting))
 
 
-def earlier(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Rows that stand in the file, by case and seed."""
+def earlier(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
+    """Rows that stand in the file, by case, seed and device."""
     if not path.exists():
         return {}
     rows = json.loads(path.read_text(encoding="utf8"))["data"]["rows"]
-    return {(row["case"], row["seed"]): row for row in rows}
+    return {(row["case"], row["seed"], row["device"]): row for row in rows}
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -231,21 +234,23 @@ def main(config: Config) -> None:
     unknown = [name for name in config.cases if name not in CASES]
     if unknown:
         raise SystemExit(f"no case {', '.join(unknown)}: expected some of {', '.join(CASES)}")
-    made = provenance(seed=None, device="cpu")
+    made = provenance(seed=None, device=config.device)
     rows = earlier(config.out)
     console = Console()
     if not console.is_terminal:
         # In a file the table keeps its lines.
         console = Console(width=140)
     seeds = range(config.first_seed, config.first_seed + config.seeds)
-    wanted = [(name, seed) for seed in seeds for name in config.cases]
+    wanted = [(name, seed, config.device) for seed in seeds for name in config.cases]
     # A tree with changes is no commit that could be found again.
     fixed = bool(made.commit) and not made.commit.endswith("+changes")
     missing = [key for key in wanted if not (fixed and rows.get(key, {}).get("commit") == made.commit)]
-    for row in run_all(missing, config):
-        rows[row["case"], row["seed"]] = row | {"commit": made.commit}
+    for row in run_all([(name, seed) for name, seed, _ in missing], config):
+        rows[row["case"], row["seed"], row["device"]] = row | {"commit": made.commit}
         console.print(f"{row['case']}, seed {row['seed']}", style="dim")
-        ordered = sorted(rows.values(), key=lambda row: (list(CASES).index(row["case"]), row["seed"]))
+        ordered = sorted(
+            rows.values(), key=lambda row: (list(CASES).index(row["case"]), row["device"], row["seed"])
+        )
         document = {
             "kind": "calibration", "version": 1, "made": dataclasses.asdict(made), "data": {"rows": ordered}
         }  # fmt: skip

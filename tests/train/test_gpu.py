@@ -86,16 +86,18 @@ def test_it_learns_in_bf16_with_a_compiled_body(text: Path, tmp_path: Path, head
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(text: Path, tmp_path: Path, name: str) -> None:
-    # Muon makes gradients orthogonal in bf16: what differs in a last bit is another direction ten steps on.
-    # It is held to the first step after the stop.
-    last = 12 if name == "adamw" else 6
     settings = config(f"optimiser.name={name}", "precision=fp32", "compile=off")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(text, whole, settings)
-    assert run(text, parts, settings, StopAt(5)).reason == "stopped"
-    assert run(text, parts, settings).reason == "finished"
-    for tensor, other in zip(weights(whole, last).values(), weights(parts, last).values(), strict=True):
-        # Sums of many threads are not always in one order.
+    # Sums of many threads are not always in one order, and Muon makes gradients of low rank orthogonal: what
+    # differs in a last bit is another direction a step later. So the order is held.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        run(text, whole, settings)
+        assert run(text, parts, settings, StopAt(5)).reason == "stopped"
+        assert run(text, parts, settings).reason == "finished"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for tensor, other in zip(weights(whole, 12).values(), weights(parts, 12).values(), strict=True):
         torch.testing.assert_close(tensor, other, rtol=1e-3, atol=1e-4)
 
 
