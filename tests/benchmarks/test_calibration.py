@@ -149,9 +149,10 @@ def test_rows_of_the_same_commit_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
     )
     runs: list[tuple[str, int]] = []
 
-    def run_case(name: str, seed: int, directory: Path, limit: float) -> dict[str, Any]:
+    def run_case(name: str, seed: int, config: Any) -> dict[str, Any]:
         runs.append((name, seed))
-        return {"case": name, "seed": seed, "truth": {"gain": 0.0}, "failed": "not run", "seconds": 0.0}
+        row = {"case": name, "seed": seed, "device": config.device, "truth": {"gain": 0.0}}
+        return row | {"failed": "not run", "seconds": 0.0}
 
     monkeypatch.setattr(calibration, "run_case", run_case)
     for seeds in (1, 2, 2):

@@ -26,6 +26,7 @@ from fullrank.diagnose.diagnosis import (
     Answers,
     Interrupted,
     Settings,
+    default_memory,
     run,
     tokens_for,
 )
@@ -669,6 +670,26 @@ def test_a_search_that_would_not_fit_is_left_out_with_its_price(directory: Path,
     assert "more than --memory" in reasons["unreachable"]
 
 
-def test_the_usual_memory_grows_with_the_output_matrix(whole: Diagnosis) -> None:
-    usual = (2 << 30) + 10 * 4 * 300 * 32
-    assert whole.answered["anisotropy"].settings["memory"] == str(usual)
+@pytest.mark.parametrize(
+    ("V", "D", "tokens"),
+    [(300, 32, 512), (49_152, 576, 1 << 20), (128_256, 4096, 3072), (256_000, 2048, 1 << 18)],
+)
+def test_by_default_every_question_has_the_memory_it_needs(
+    V: int, D: int, tokens: int, whole: Diagnosis
+) -> None:
+    """A million tokens of a small model as well as a few of one with a large vocabulary."""
+    weight, number = torch.empty(V, D, device="meta"), torch.empty(tokens, device="meta")
+    sampled = torch.empty(31, 2048, D, device="meta")
+    states = collect.States(
+        hidden=torch.empty(tokens, D, device="meta"), targets=number, sizes=number, positions=number,
+        blocks=number, windows=number, layers=sampled, layer_names=(), layer_positions=sampled[0, :, 0],
+        layer_blocks=sampled[0, :, 0],
+    )  # fmt: skip
+    build = anatomy.Anatomy(
+        output=OutputLayer(weight=weight, bias=None, tokens=V), facts=whole.model, states_rank=D, blocks=()
+    )
+    settings = dataclasses.replace(USUAL, memory=default_memory(tokens, weight))
+    answers = Answers(build, states, settings, str)
+    collect.check_memory(tokens, answers.held, settings.memory)
+    for question in QUESTIONS:
+        answers.check_memory(question)

@@ -62,7 +62,7 @@ class Diagnose:
     """Tokens a window, the longest context; 512 by default."""
     memory: float | None = None
     """GiB that states, buffers and copies of the output matrix may take, beside the model and one copy of its
-    output matrix in float32; 2 and ten copies by default."""
+    output matrix in float32; by default 2, ten copies of it and six of the states."""
     components: int | None = None
     """Components of the mixtures; by default 2 to 4, as the split of the rows says."""
     seeds: int | None = None

@@ -46,6 +46,10 @@ LEAST_TOKENS = 3072
 """Tokens that a model of any size is run on, where they are not given."""
 
 
+LARGEST_BUFFER = 1 << 29
+"""Bytes of V-wide scores at a time: more are no faster."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """How much work a diagnosis does. The defaults take SmolLM2-135M four minutes on two cores."""
@@ -60,7 +64,7 @@ class Settings:
     """Tokens a window: the longest context."""
     memory: int = 0
     """Bytes that states, buffers and copies of the output matrix may take, beside the model and one copy of
-    its output matrix in fp32; 0 is 2 GiB and ten copies."""
+    its output matrix in fp32; 0 is 2 GiB, ten copies and six of the states."""
     heads: tuple[str, ...] = ()
     """None: mos, and trunk as well where a pass over the vocabulary is cheap."""
     components: int | None = None
@@ -97,7 +101,7 @@ QUICK = Settings(
 THOROUGH = Settings(
     body_work=1e15,
     most_tokens=1 << 20,
-    heads=("mos", "trunk", "moss", "sigsoftmax"),
+    heads=("mos", "trunk", "sigsoftmax"),
 )
 """For a GPU: a million tokens and more heads, in three minutes for a model of 135 million parameters."""
 
@@ -165,9 +169,6 @@ def run(
         build = anatomy.examine(loaded)
         if isinstance(model, str | Path):
             build = dataclasses.replace(build, facts=dataclasses.replace(build.facts, given=str(model)))
-        if not settings.memory:
-            copies = 10 * 4 * build.output.weight.numel()
-            settings = dataclasses.replace(settings, memory=(2 << 30) + copies)
         where = torch.device(device) if device_map else build.output.weight.device
         stack.enter_context(_caller_undisturbed(where))
         if isinstance(text, collect.Windows):
@@ -181,6 +182,9 @@ def run(
                 longest=anatomy.longest(loaded.model),
                 bos=bos,
             )
+        if not settings.memory:
+            memory = default_memory(windows.ids.numel(), build.output.weight)
+            settings = dataclasses.replace(settings, memory=memory)
         facts = _text_facts(windows)
         if earlier is not None and out is not None:
             if not replace:
@@ -318,7 +322,7 @@ class Answers:
             self.targets = states.targets.to(device)
             self.held = 4 * (states.hidden.numel() + states.layers.numel())
         # A quarter of what is left for one V-wide buffer: there may be two, and what a question holds itself.
-        self.limit = max(1, settings.memory - self.held) // 4
+        self.limit = min(LARGEST_BUFFER, max(1, settings.memory - self.held) // 4)
 
     def needs(self, question: str) -> int:
         """Bytes that a question takes at most, beside the model, one copy of W in fp32, and the states."""
@@ -335,7 +339,7 @@ class Answers:
             case "anisotropy":
                 return 40 * sampled * D
             case "logprob_rank":
-                return slices + 32 * N * D + 3 * biased
+                return slices + 40 * min(N, logprob_rank.SLICE + D) * D + 3 * biased
             case "gradient":
                 return slices + 2 * self.limit
             case "rank_needed" | "better_head":
@@ -474,6 +478,11 @@ def tokens_for(settings: Settings, parameters: int) -> int:
     if settings.tokens is not None:
         return settings.tokens
     return max(LEAST_TOKENS, min(settings.most_tokens, int(settings.body_work / (2 * parameters))))
+
+
+def default_memory(tokens: int, weight: torch.Tensor) -> int:
+    """Bytes, where they are not given: no question needs more."""
+    return (2 << 30) + 4 * (10 * weight.numel() + 6 * tokens * weight.shape[1])
 
 
 def answer(

@@ -17,6 +17,7 @@ and columns, and the rank is that of the sample, never more than its size.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from fullrank.theory.rank import ROUNDINGS, UNIT_ROUNDOFF, largest_gap, turned_d
 
 CONTEXTS, COLUMNS = 1536, 2048
 """Size of the sample for heads that are not linear."""
+SLICE = 8192
+"""States in fp64 at a time."""
 
 
 def logprob_rank(
@@ -60,14 +63,21 @@ def _by_core(
     N = len(hidden)
     V = output.tokens
     basis, values = _row_space(output, storage)
-    states = hidden.double()
-    if output.bias is not None:
-        # A bias is one more direction, of the size of a state so that it is judged like one.
-        size = states.square().mean().sqrt()
-        states = torch.cat([states, size.expand(N, 1)], dim=1)
-    singular = torch.linalg.svdvals(torch.linalg.qr(states @ basis, mode="r").R).cpu()
+    # A slice at a time: in fp64 a million states would take more than all else.
+    squares = sum(float(part.double().square().sum()) for part in hidden.split(SLICE))
+    size = math.sqrt(squares / hidden.numel())
+
+    def slices() -> Iterator[Tensor]:
+        for part in hidden.split(SLICE):
+            states = part.double()
+            if output.bias is not None:
+                # A bias is one more direction, of the size of a state so that it is judged like one.
+                states = torch.cat([states, states.new_full((len(states), 1), size)], dim=1)
+            yield states @ basis
+
+    singular = torch.linalg.svdvals(triangle(slices())).cpu()
     rounding = ROUNDINGS[source] * UNIT_ROUNDOFF[source] / math.sqrt(3.0)
-    noise = rounding * float(states.square().mean().sqrt()) * (math.sqrt(N) + math.sqrt(basis.shape[1]))
+    noise = rounding * size * (math.sqrt(N) + math.sqrt(basis.shape[1]))
     most = min(states_rank + (output.bias is not None), V - 1)
     rank = int((singular > noise).sum())
     gap_rank, gap = largest_gap(singular, rank, noise)
