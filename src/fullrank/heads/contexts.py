@@ -23,9 +23,7 @@ components' common part is all that can refit the mean context. P is the identit
 so a trained plain head can be taken over as it is.
 
 `sources` lists (width of the hidden state, number of contexts made from it), the last layer first; P and G
-read the last layer. In the centred form the states of other layers are brought to the size of the last one's,
-token by token: those of a transformer are not normalised, and grow while it is trained. `private` limits what
-the components own to the last `private` entries of the row.
+read the last layer. `private` limits what the components own to the last `private` entries of the row.
 """
 
 from __future__ import annotations
@@ -131,12 +129,12 @@ class Contexts(nn.Module):
             return found
         leading = states[0].shape[:-1]
         every = [
-            difference(self._read(state, states[0])).view(*leading, count, self.private)
+            difference(self._read(state)).view(*leading, count, self.private)
             for state, difference, count in zip(states, self.differences, self.counts, strict=True)
             if count
         ]
         owned = every[0] if len(every) == 1 else torch.cat(every, dim=-2)
-        logits = self.gate(self._read(states[0], states[0]))
+        logits = self.gate(self._read(states[0]))
         log_prior = torch.log_softmax(logits.to(compute_dtype(logits.dtype)), dim=-1)
         if self.centred:
             owned = owned - owned.mean(-2, keepdim=True)
@@ -144,14 +142,9 @@ class Contexts(nn.Module):
         owned = torch.tanh(owned) if start is None else start[..., None, :] + owned
         return common, owned, log_prior
 
-    def _read(self, state: Tensor, last: Tensor) -> Tensor:
-        """The state as gates and differences read it; that of another layer at the size of the last one's."""
-        if not self.centred:
-            return state
-        factor = state.shape[-1] ** -0.5
-        if state is last:
-            return state * factor
-        return state * (factor * _size(last) / _size(state)).to(state.dtype)
+    def _read(self, state: Tensor) -> Tensor:
+        """The state as gates and differences read it."""
+        return state * state.shape[-1] ** -0.5 if self.centred else state
 
     @property
     def _gate_spread(self) -> float:
@@ -207,9 +200,8 @@ class Contexts(nn.Module):
         reads = parameter.shape[-1] ** (0.5 if self.centred and part != "shared" else 1.0)
         if part == "gate":
             return 1.0 / (reads * sizes[0])
-        # Centred ones read every layer at the size of the last.
-        layer = 0 if self.centred or part != "differences" else int(place.partition(".")[0])
-        return sizes[0] / sizes[layer] / reads
+        share = sizes[0] / sizes[int(place.partition(".")[0])] if part == "differences" else 1.0
+        return share / reads
 
     def _parts_of_few(self, states: list[Tensor]) -> tuple[Tensor | None, Tensor, Tensor] | None:
         """The same from one kernel, for the few tokens of a decoding step; None where that cannot serve."""
@@ -235,11 +227,6 @@ class Contexts(nn.Module):
             state, weight, bias, gate.weight, start, tanh=self.as_published, centred=self.centred
         )
         return common, owned, log_prior
-
-
-def _size(state: Tensor) -> Tensor:
-    """Root mean square of an entry [..., 1]; a state of zeros has a size too, for the sake of gradients."""
-    return (state.to(compute_dtype(state.dtype)).square().mean(-1, keepdim=True) + 1e-12).sqrt()
 
 
 def does_what_its_weights_say(module: nn.Module) -> TypeGuard[nn.Linear]:
