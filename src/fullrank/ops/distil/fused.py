@@ -1,8 +1,11 @@
-"""Masses at ids with the mixture's kernel between the products: `Pass.masses` of single rows on CUDA.
+"""The outputs with a kernel between the products, on CUDA: `chunked.Pass` in two parts.
 
-The scores at the ids are read from the buffer and hidden there, -inf, so that the kernel of
-`mixture/kernels.py` reduces all others; its gradient of their normaliser is Q = p_v / p_rest, 0 at the ids,
-where g_i is written after Q was multiplied by g_rest. The identity for f, temperature 1.
+`KernelValues`: entropies and divergences by `kernels.py`, for a teacher of one row a token.
+
+`KernelMasses`: masses at ids of single rows by the mixture's kernel. The scores at the ids are read from the
+buffer and hidden there, -inf, so that the kernel of `mixture/kernels.py` reduces all others; its gradient of
+their normaliser is Q = p_v / p_rest, 0 at the ids, where g_i is written after Q was multiplied by g_rest. The
+identity for f, temperature 1.
 """
 
 from __future__ import annotations
@@ -10,14 +13,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fullrank.ops.distil.kernels import distil_rows
 from fullrank.ops.distil.teacher import Mixture
 from fullrank.ops.mixture.fused import KernelMixture, chunk_tokens
 from fullrank.ops.mixture.kernels import score_rows
-from fullrank.ops.pointwise import IDENTITY
+from fullrank.ops.pointwise import IDENTITY, Pointwise
 from fullrank.ops.products import Needs, scale, sums_of
 from fullrank.ops.reduce import Statistics
 from fullrank.ops.triton_base import obstacle, refuse_or_say
-from fullrank.ops.workspace import Index, pieces, workspace_of
+from fullrank.ops.workspace import Index, at, pieces, workspace_of
+
+HALF = (torch.bfloat16, torch.float16)
+MOST_COMPONENTS = 32
 
 
 def chunk_size(
@@ -36,16 +43,96 @@ def chunk_size(
     return size if refuse_or_say(impl, None if size else small) else 0
 
 
+def value_tokens(
+    student: Mixture, teacher: Mixture | None, *, product: torch.dtype, teacher_product: torch.dtype | None,
+    temperature: float, masked: bool, workspace: int | None, impl: str,
+) -> int:  # fmt: skip
+    """Tokens in a chunk of `KernelValues`; 0 where the kernel cannot serve, and impl="triton" raises."""
+    (N, K, D), V, device = student.rows.shape, student.weight.shape[0], student.rows.device
+    why = obstacle(device, product, student.pointwise, HALF)
+    if why is None and teacher is not None:
+        why = obstacle(device, teacher_product or product, teacher.pointwise, HALF)
+        if why is None and teacher.rows.shape[1] > 1:
+            why = f"the teacher has {teacher.rows.shape[1]} rows a token, and the kernel knows one"
+    if why is None and K > 1 and temperature != 1.0:
+        why = "several rows a token have a kernel at temperature 1 only"
+    if why is None and masked:
+        why = "tokens of probability zero have no kernel"
+    if why is None and K > MOST_COMPONENTS:
+        why = f"{K} components are more than the {MOST_COMPONENTS} that the kernel holds"
+    if not refuse_or_say(impl, why):
+        return 0
+    room, lines = workspace_of(workspace, device), K
+    if teacher is not None:
+        lines, D = K + 1, max(D, teacher.rows.shape[2])
+    size = chunk_tokens(N=N, K=lines, D=D, V=V, product=product, workspace=room)
+    small = f"a workspace of {room} bytes does not hold all V={V} scores of enough rows"
+    return size if refuse_or_say(impl, None if size else small) else 0
+
+
+class KernelValues:
+    """As `chunked.Pass` for the outputs of `kernels.OUTPUTS`."""
+
+    def __init__(
+        self, student: Mixture, teacher: Mixture | None, *, needs: Needs, product: torch.dtype,
+        teacher_product: torch.dtype | None, temperature: float, size: int,
+    ) -> None:  # fmt: skip
+        self.student, self.teacher, self.needs, self.temperature = student, teacher, needs, temperature
+        self.largest: Tensor | float = 1.0
+        self.work = _lines(student, product, size, needs)
+        self.theirs = None if teacher is None else _lines(teacher, teacher_product or product, size, Needs())
+        self.d_prior = torch.zeros_like(student.log_prior) if needs.prior else None
+
+    def values(self, name: str, positions: Tensor | None, upstream: Tensor | None) -> Tensor:
+        work, (N, K) = self.work, self.student.log_prior.shape
+        found = self.student.log_prior.new_zeros(N)
+        if upstream is not None:
+            work.make_room()
+            if work.d_rows is not None and positions is not None:
+                work.d_rows.zero_()
+        for index in pieces(N, positions, work.size):
+            rows = work.chunk_rows(index)
+            scores, taught, bias = work._score(rows), None, None
+            other: Pointwise = IDENTITY
+            if self.theirs is not None:
+                taught = self.theirs._score(self.theirs.chunk_rows(index))
+                bias, other = self.theirs.bias, self.theirs.pointwise
+            values, shares = distil_rows(
+                name, scores, work.bias, at(self.student.log_prior, index).contiguous(), work.pointwise,
+                taught, bias, other, temperature=self.temperature, gradient=upstream is not None,
+            )  # fmt: skip
+            found[index] = values
+            if upstream is None:
+                continue
+            if self.d_prior is not None:
+                self.d_prior[index] = shares * upstream[index, None]
+            factor = upstream[index].repeat_interleave(K) if K > 1 else upstream[index].contiguous()
+            d_rows = None if work.d_rows is None else work.row_gradient(rows)
+            work._add_products(rows, factor, d_rows)
+            if work.d_rows is not None and d_rows is not None:
+                scale(d_rows, factor * self.largest, out=d_rows)
+                work.d_rows[index] = d_rows.view(-1, K, work.D).to(work.d_rows.dtype)
+        return found
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        others = (self.d_prior, *sums_of(self.work.summed(), self.student.pointwise))
+        return self.work.d_rows, *(None if each is None else each.mul_(self.largest) for each in others)
+
+
+def _lines(mixture: Mixture, product: torch.dtype, size: int, needs: Needs) -> KernelMixture:
+    return KernelMixture(
+        mixture.rows, mixture.weight, mixture.bias, mixture.pointwise, needs=needs, product=product,
+        size=size, narrow=False,
+    )  # fmt: skip
+
+
 class KernelMasses:
     """As `chunked.Pass` for masses of rows [N, 1, D]."""
 
     def __init__(self, student: Mixture, *, needs: Needs, product: torch.dtype, size: int) -> None:
         self.student, self.needs = student, needs
         self.largest: Tensor | float = 1.0
-        self.work = KernelMixture(
-            student.rows, student.weight, student.bias, IDENTITY, needs=needs, product=product, size=size,
-            narrow=False,
-        )  # fmt: skip
+        self.work = _lines(student, product, size, needs)
 
     def _hidden(self, index: Index, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of a chunk and their scores without those at ids [n, M]; those, with the bias."""

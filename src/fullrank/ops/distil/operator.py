@@ -1,7 +1,7 @@
 """The public outputs of mixtures and their gradients: check, choose an implementation, reduce.
 
     impl="chunked"             bounded workspace, on any device
-    impl="triton"              the same with a kernel between the products, for outputs at ids on CUDA
+    impl="triton"              the same with a kernel between the products, on CUDA
     impl="auto"                the faster of both that serves the call
     impl="reference"           the definition, materialised; differentiable any number of times
 
@@ -167,6 +167,24 @@ class Settings:
         rows, log_prior, weight, bias, trained = tensors
         return Mixture(rows, log_prior, weight, bias, from_parts(self.kind, self.constant, trained))
 
+    def start_values(self, tensors: tuple[Any, ...], needs: Needs) -> Any:
+        """As `start`, in the hands of a kernel where that serves."""
+        if self.impl == "triton" or (self.impl == "auto" and tensors[0].is_cuda):
+            # Not before it is needed: Triton takes its time to load and is not everywhere.
+            from fullrank.ops.distil import fused
+
+            student, teacher = self.mixture(tensors), self.teacher
+            size = fused.value_tokens(
+                student, teacher, product=self.product, teacher_product=self.teacher_product,
+                temperature=self.temperature, masked=self.masked, workspace=self.workspace, impl=self.impl,
+            )  # fmt: skip
+            if size:
+                return fused.KernelValues(
+                    student, teacher, needs=needs, product=self.product,
+                    teacher_product=self.teacher_product, temperature=self.temperature, size=size,
+                )  # fmt: skip
+        return self.start(tensors, needs)
+
     def start(self, tensors: tuple[Any, ...], needs: Needs) -> Pass:
         return Pass(
             self.mixture(tensors), self.teacher, needs=needs, product=self.product,
@@ -283,8 +301,6 @@ def _reduced(
     student: Mixture, settings: Settings, name: str, token_weight: Tensor | None, reduction: str
 ) -> Tensor:
     arguments.check_reduction(student.rows[:, 0, 0], reduction, token_weight)
-    if settings.impl == "triton":
-        raise FullrankError(f"impl='triton' has no kernel for {name}: pass impl='auto' or 'chunked'")
     counts = _counts(token_weight)
     if settings.impl == "reference":
         log_p = settings.log_probs(student, counts)
@@ -355,10 +371,10 @@ class Values(torch.autograd.Function):
 def _evaluate(
     settings: Settings, name: str, positions: Tensor | None, tensors: tuple[Any, ...], needs: Needs,
     upstream: Tensor | None, largest: Tensor | float = 1.0,
-) -> tuple[Tensor, Pass]:  # fmt: skip
+) -> tuple[Tensor, Any]:  # fmt: skip
     """Values [N], and the pass that holds the gradients for upstream [N] times `largest`."""
     with without_autocast(tensors[0].device):
-        work = settings.start(tensors, needs)
+        work = settings.start_values(tensors, needs)
         work.largest = largest
         if settings.impossible:
             # 0 at tokens that do not count would be as good: their weight is 0.
