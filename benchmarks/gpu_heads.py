@@ -1,7 +1,8 @@
 """Whole heads on hidden states: softmax, mixture of softmaxes and shared trunk, beside the compiled softmax.
 
-A head call includes the projections that make its rows. The floors: 3 products of N rows for softmax, 3 K for
-mos, 3 (D - r + K r) / D for the trunk, whose K rows share all but r entries. `time_over_softmax` is over the
+A head call includes the projections that make its rows. Its products are those of all its rows with W; the
+trunk's K rows share all but r entries, and its products are those of N rows of width D - r and of N K rows of
+width r. `time_over_softmax` is over the
 fastest softmax of the same rounds. The trunk runs whatever path its head takes; `path` says which.
 
 The differences between components are drawn at random: as a head starts, all its rows would be equal.
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from benchmarks.exact import Gradients, exact_gradients
 from benchmarks.gpu_layer import Ready, Row, bare_products, measure_together, prepare
 from benchmarks.gpu_settings import Settings
-from benchmarks.peers import LayerInputs, Loss, compiled_by, compiled_softmax
+from benchmarks.measure import Step
+from benchmarks.peers import LayerInputs, Loss, compiled_by, compiled_softmax, draw_inputs
 from fullrank.heads import Head, RowHead, build
 
 
@@ -93,20 +95,42 @@ def loss_of(head: Head, hidden: Tensor, targets: Tensor) -> Loss:
     return loss
 
 
+def both(first: dict[str, Step], second: dict[str, Step]) -> dict[str, Step]:
+    """One after the other, for every pair of cuts."""
+
+    def run(one: Step, other: Step) -> None:
+        one()
+        other()
+
+    return {
+        f"{name}; {other}": partial(run, step, more)
+        for name, step in first.items()
+        for other, more in second.items()
+    }
+
+
 def measure_heads(settings: Settings, D: int, V: int, K: int) -> list[Row]:
     N, r = settings.tokens, settings.private(D)
     draw = torch.Generator(settings.device).manual_seed(settings.seed)
     hidden = torch.randn(N, 1, D, generator=draw, device=settings.device).to(settings.dtype).requires_grad_()
     targets = torch.randint(V, (N,), generator=draw, device=settings.device)
     base = {"width": D, "vocab": V, "tokens": N, "part": "heads"}
-    variants: tuple[tuple[str, dict[str, int], float], ...] = (
-        ("softmax", {}, 1.0),
-        ("mos", {"components": K}, float(K)),
-        ("trunk", {"components": K, "private": r}, (D - r + K * r) / D),
+    variants: tuple[tuple[str, dict[str, int]], ...] = (
+        ("softmax", {}),
+        ("mos", {"components": K}),
+        ("trunk", {"components": K, "private": r}),
     )
+
+    def several(components: int, width: int) -> LayerInputs:
+        return draw_inputs(
+            N=N, K=components, D=width, V=V, dtype=settings.dtype, device=settings.device, seed=0
+        )
+
+    shared, own = bare_products(several(1, D - r)), bare_products(several(K, r))
+    products = [bare_products(several(1, D)), bare_products(several(K, D)), both(shared, own)]
     rows: list[Row] = []
     ready: list[Ready | str] = []
-    for name, options, _ in variants:
+    for name, options in variants:
         head = draw_head(name, hidden=D, vocab=V, settings=settings, **options)
         inputs = head_inputs(head, hidden, targets)
         exact = exact_head_gradients(head, hidden, targets)
@@ -123,9 +147,7 @@ def measure_heads(settings: Settings, D: int, V: int, K: int) -> list[Row]:
 
     ready.append(prepare(make_compiled, plain, None, settings))
     rows.append({"implementation": "compiled", "head": "softmax", "components": 1, **base})
-    floor_step, _ = bare_products(plain)
-    floors = [*(floor for _, _, floor in variants), 1.0]
-    measure_together(rows, ready, floors, floor_step, settings)
+    measure_together(rows, ready, [*products, products[0]], settings)
     fastest = min(
         (row["milliseconds"] for row in rows if row["head"] == "softmax" and "missing" not in row),
         default=None,

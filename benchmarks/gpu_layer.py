@@ -1,13 +1,10 @@
-"""Forward and backward of the output layer alone: time over the floor, extra memory, gradient error.
+"""Forward and backward of the output layer alone: time over its own products, extra memory, gradient error.
 
-The floor of K components is 3 K products of N rows of width D with W, each at the speed that one such product
-reached in the same rounds: three products torch.mm(rows [N, D], W^T) into one preallocated [N, V] are timed
-in a row once a round, and the floor is K times the median of these triples. Three in a row, so that the gap
-before the first launch weighs a third.
+Nothing exact that takes no shortcut is faster than the products themselves: scores, the rows' gradient and
+W's gradient over all N K rows. They run in the same rounds into preallocated buffers, cut into chunks of
+several sizes, and the best cut counts. Where V is no multiple of 64 W is padded for them: bare products at an
+odd V take several times as long, and no implementation is measured by that.
 
-    products        all three kinds of product over the N K rows (scores, rows' gradient, W's gradient) in
-                    chunks of 16384 rows into preallocated buffers: how far the other two kinds run from the
-                    first, and how far many in a row run from three
     extra memory    the most that is allocated during a call beyond what was before it, less the gradients
     gradient error  |g - exact| / |exact| against fp64 on the same inputs, all N tokens; the larger of rows'
                     and W's
@@ -26,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from benchmarks.exact import Gradients, exact_gradients, relative_error
 from benchmarks.gpu_settings import Settings
@@ -40,8 +38,9 @@ from benchmarks.peers import (
 
 Row = dict[str, Any]
 
-PRODUCT_ROWS = 16384
-FLOOR = "floor"
+CHUNKS = (2048, 4096, 8192, 16384)
+"""Rows a product, of which the fastest is taken."""
+WHOLE = 64
 
 GRAPHED = ("fullrank", "compiled")
 """What is measured as a captured CUDA graph as well, for one component."""
@@ -115,36 +114,33 @@ def prepare(
     return Ready(step, {name: finite(value) for name, value in errors.items()}, extra)
 
 
-def bare_products(inputs: LayerInputs) -> tuple[Step, Step]:
-    """(three products of N rows for the floor, all 3 K products); both write one buffer of scores."""
+def bare_products(inputs: LayerInputs) -> dict[str, Step]:
+    """All 3 K products, by the rows of a chunk."""
     rows, weight = inputs.rows.detach().flatten(0, 1), inputs.weight.detach()
-    R, N, V = rows.shape[0], inputs.rows.shape[0], weight.shape[0]
-    chunk = max(N, min(PRODUCT_ROWS, R))
-    scores = rows.new_empty(chunk, V)
+    R, V = rows.shape[0], -(-weight.shape[0] // WHOLE) * WHOLE
+    weight = functional.pad(weight, (0, 0, 0, V - weight.shape[0]))
     d_rows, d_weight = torch.empty_like(rows), torch.empty_like(weight)
+    sizes = sorted({min(chunk, R) for chunk in CHUNKS})
+    scores = rows.new_empty(sizes[-1], V)
 
-    def floor() -> None:
-        for _ in range(3):
-            torch.mm(rows[:N], weight.t(), out=scores[:N])
-
-    def products() -> None:
+    def products(chunk: int) -> None:
         for start in range(0, R, chunk):
             part = rows[start : start + chunk]
             buffer = torch.mm(part, weight.t(), out=scores[: part.shape[0]])
             torch.mm(buffer, weight, out=d_rows[start : start + chunk])
             torch.mm(buffer.t(), part, out=d_weight)
 
-    return floor, products
+    return {f"products, {chunk} rows": partial(products, chunk) for chunk in sizes}
 
 
-def fill(row: Row, ready: Ready, times: list[float], floor: float) -> None:
+def fill(row: Row, ready: Ready, times: list[float], products: float) -> None:
     taken = statistics.median(times)
     known = [error for error in (ready.errors.get("rows"), ready.errors.get("weight")) if error is not None]
     row |= {
         "milliseconds": 1e3 * taken,
         "all_milliseconds": [1e3 * each for each in times],
-        "floor_milliseconds": 1e3 * floor,
-        "time_over_floor": taken / floor,
+        "products_milliseconds": 1e3 * products,
+        "time_over_products": taken / products,
         "extra_mib": ready.extra,
         "gradient_error": max(known) if known else None,
         "gradient_errors": ready.errors,
@@ -152,19 +148,23 @@ def fill(row: Row, ready: Ready, times: list[float], floor: float) -> None:
 
 
 def measure_together(
-    rows: list[Row], ready: list[Ready | str], floors: list[float], floor_step: Step, settings: Settings
+    rows: list[Row], ready: list[Ready | str], products: list[dict[str, Step]], settings: Settings
 ) -> None:
-    """Time all that is ready in common rounds and fill the rows in; floors are numbers of triples."""
-    steps: dict[str, Step] = {FLOOR: floor_step}
+    """Time all that is ready in common rounds, with the products of each, and fill the rows in."""
+    steps: dict[str, Step] = {}
+    for cuts in products:
+        # Rows that have the same products share them.
+        steps |= {f"{name} of {id(cuts)}": step for name, step in cuts.items()}
     steps |= {str(place): each.step for place, each in enumerate(ready) if isinstance(each, Ready)}
     times, failed = in_rounds(steps, settings.device, settings.repeats)
-    for place, (row, each, floor) in enumerate(zip(rows, ready, floors, strict=True)):
+    for place, (row, each, cuts) in enumerate(zip(rows, ready, products, strict=True)):
+        bare = [times[name] for name in (f"{name} of {id(cuts)}" for name in cuts) if name in times]
         if isinstance(each, str):
             row["missing"] = each
-        elif str(place) in failed or FLOOR in failed:
-            row["missing"] = failed.get(str(place)) or f"the floor: {failed[FLOOR]}"
+        elif str(place) in failed or not bare:
+            row["missing"] = failed.get(str(place)) or f"its products: {next(iter(failed.values()))}"
         else:
-            fill(row, each, times[str(place)], floor * statistics.median(times[FLOOR]))
+            fill(row, each, times[str(place)], min(statistics.median(one) for one in bare))
 
 
 def measure_layer(settings: Settings, D: int, V: int, K: int) -> list[Row]:
@@ -188,10 +188,7 @@ def measure_layer(settings: Settings, D: int, V: int, K: int) -> list[Row]:
             ready.append(prepare(make, inputs, exact, settings, graph=True))
     # Gone before the rounds: its memory belongs to whoever needs it.
     del exact
-    floor_step, products = bare_products(inputs)
-    rows.append({"implementation": "products", **base})
-    ready.append(Ready(products, {}, None))
-    measure_together(rows, ready, [float(K)] * len(rows), floor_step, settings)
+    measure_together(rows, ready, [bare_products(inputs)] * len(rows), settings)
     return rows
 
 

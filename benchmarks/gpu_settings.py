@@ -9,10 +9,11 @@ import torch
 
 PARTS = ("layer", "stages", "step", "decode")
 
-SHAPES = ((768, 50304), (2048, 128256), (280, 33280))
-"""(D, V) of GPT-2 small, of a 1B Llama, and of the mixture of softmaxes as published, padded to 64."""
+SHAPES = ((768, 50304), (768, 50257), (2048, 128256), (280, 33280), (4096, 128256))
+"""(D, V) of GPT-2 small, padded to 64 and as it is, of a 1B Llama, of the mixture of softmaxes as published,
+padded too, and of an 8B Llama."""
 
-PRIVATE = {768: 64, 2048: 64, 280: 28}
+PRIVATE = {768: 64, 2048: 64, 280: 28, 4096: 64}
 """Width r that a component of the trunk head owns, by D."""
 
 

@@ -17,7 +17,6 @@ ORDER = (
     "liger 16x",
     "cce",
     "cce exact",
-    "products",
 )
 
 SHORT = {
@@ -61,7 +60,7 @@ def number(row: Row, name: str, form: str = ".2f") -> str:
 
 
 def layer_table(rows: list[Row]) -> str:
-    """A line a shape and K, a column an implementation: time over floor, extra MiB, gradient error."""
+    """A line a shape and K, a column an implementation: time over its products, extra MiB, gradient error."""
     rows = [row for row in rows if row.get("part") == "peers"]
     if not rows:
         return ""
@@ -73,8 +72,8 @@ def layer_table(rows: list[Row]) -> str:
     lines = []
     for key in unique((row["width"], row["vocab"], row["components"]) for row in rows):
         here = {r["implementation"]: r for r in rows if (r["width"], r["vocab"], r["components"]) == key}
-        floor = next((r["floor_milliseconds"] for r in here.values() if "missing" not in r), None)
-        cells = [f"{key[0]},{key[1]} K={key[2]}", "-" if floor is None else f"{floor:.2f}"]
+        products = next((r["products_milliseconds"] for r in here.values() if "missing" not in r), None)
+        cells = [f"{key[0]},{key[1]} K={key[2]}", "-" if products is None else f"{products:.2f}"]
         for name in present:
             row = here.get(name)
             if row is None:
@@ -82,13 +81,13 @@ def layer_table(rows: list[Row]) -> str:
             elif "missing" in row:
                 cells.append("OOM" if row["missing"] == "out of memory" else "failed")
             elif row["extra_mib"] is None and row["gradient_error"] is None:
-                cells.append(number(row, "time_over_floor"))
+                cells.append(number(row, "time_over_products"))
             else:
                 error = number(row, "gradient_error", ".0e")
-                cells.append(f"{row['time_over_floor']:.2f} {mib(row['extra_mib'])} {error}")
+                cells.append(f"{row['time_over_products']:.2f} {mib(row['extra_mib'])} {error}")
         lines.append(cells)
-    head = "Layer, forward and backward: time over floor, extra MiB, gradient error against fp64"
-    return f"{head}\n{aligned(['D,V K', 'floor ms', *present], lines)}{missing_lines(rows)}"
+    head = "Layer, forward and backward: time over its products, extra MiB, gradient error against fp64"
+    return f"{head}\n{aligned(['D,V K', 'products ms', *present], lines)}{missing_lines(rows)}"
 
 
 def missing_lines(rows: list[Row]) -> str:
@@ -122,10 +121,10 @@ def own_table(rows: list[Row], part: str, title: str) -> str:
         name = f"{row['implementation']} {row['head']}"
         lines.append([
             f"{shape_of(row)} K={row['components']} {name}", number(row, "milliseconds"),
-            number(row, "time_over_floor"), mib(row["extra_mib"]), number(row, "gradient_error", ".0e"),
+            number(row, "time_over_products"), mib(row["extra_mib"]), number(row, "gradient_error", ".0e"),
             number(row, "time_over_softmax"), row.get("path", ""),
         ])  # fmt: skip
-    heading = ["", "ms", "/floor", "MiB", "error", "/softmax", "path"]
+    heading = ["", "ms", "/products", "MiB", "error", "/softmax", "path"]
     return title + (f"\n{aligned(heading, lines)}" if lines else "") + missing_lines(rows)
 
 

@@ -8,6 +8,8 @@
     liger               Liger's fused linear cross-entropy as it comes; for K > 1 on flattened rows
     liger 16x           the same for K = 1 with chunks 16 times as large: its own option for speed
     torch               F.linear_cross_entropy in chunks (torch >= 2.13)
+    quack, quack 8192   QuACK's chunked_linear_cross_entropy for K = 1, with chunks of 4096 rows, as it comes,
+                        and of 8192
 
 All but eager need only the nll of every row: nll = -logsumexp_k (log_prior_k - nll_k).
 An implementation that is not installed raises on being made; that is a line of the table.
@@ -167,6 +169,12 @@ def torch_function() -> Callable[..., Tensor]:
     )
 
 
+def make_quack(inputs: LayerInputs, chunk: int) -> Loss:
+    """It has the mean of one row a token alone."""
+    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return lambda: function(inputs.rows[:, 0], inputs.weight, inputs.targets, chunk_size=chunk)
+
+
 def by_rows(inputs: LayerInputs, function: Callable[..., Tensor]) -> Loss:
     """A loss from a function of rows, weight, targets and reduction."""
     K = inputs.rows.shape[1]
@@ -186,9 +194,11 @@ IMPLEMENTATIONS: dict[str, Callable[[LayerInputs, str], Loss]] = {
     "liger": lambda inputs, compiler: by_rows(inputs, liger_function()),
     "liger 16x": lambda inputs, compiler: by_rows(inputs, liger_function(chunks=16)),
     "torch": lambda inputs, compiler: by_rows(inputs, torch_function()),
+    "quack": lambda inputs, compiler: make_quack(inputs, 4096),
+    "quack 8192": lambda inputs, compiler: make_quack(inputs, 8192),
 }
 
-ONLY_ONE = {"liger 16x", "cce exact"}
+ONLY_ONE = {"liger 16x", "cce exact", "quack", "quack 8192"}
 """What is measured for one component only."""
 
 

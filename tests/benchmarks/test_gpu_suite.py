@@ -96,7 +96,7 @@ def test_layer_compares_the_same_gradients_and_names_what_is_missing(
                     ("cce exact", 1), ("liger", 3), ("liger 16x", 1)]:  # fmt: skip
         assert 0.0 < measured[name, K]["gradient_error"] < 1e-5, name
     for row in measured.values():
-        assert row["time_over_floor"] == pytest.approx(row["milliseconds"] / row["floor_milliseconds"])
+        assert row["time_over_products"] == pytest.approx(row["milliseconds"] / row["products_milliseconds"])
     assert {"filter_eps": None} in calls
     assert {"filter_eps": "auto"} in calls
     assert {"chunk_mem_const": 16} in calls
