@@ -36,9 +36,9 @@ def test_an_interval_has_the_digits_of_its_width() -> None:
     assert interval(Estimate(value=-0.5, low=-1.25, high=0.25)) == "−1.2 to 0.2"
     assert interval(Estimate(value=1.0, low=math.nan, high=2.0)) == ""
     assert whole_interval(Estimate(value=301.4, low=250.2, high=379.8)) == "250 to 380"
-    # What is not zero does not read as zero, and zero has no sign.
+    # What is not zero does not read as zero, unless nobody would call it anything else; zero has no sign.
     assert interval(Estimate(value=0.01, low=0.0004, high=0.0196)) == "0.0004 to 0.0196"
-    assert interval(Estimate(value=0.0, low=-1e-9, high=0.8)) == "0.000000 to 0.800000"
+    assert interval(Estimate(value=0.0, low=-1e-9, high=0.8)) == "0.00 to 0.80"
 
 
 def test_a_share_that_is_not_nothing_never_reads_as_nothing() -> None:

@@ -174,6 +174,8 @@ def _next(record: Diagnosis, found: BetterHead, outcome: str) -> str:
 
 
 def _nats(estimate: Estimate) -> str:
+    # z: what rounds to zero has no sign of its own.
+    low = f"{estimate.low:+z.4f}"
     if not math.isfinite(estimate.high):
-        return f"{estimate.value:+.4f} (95%: {estimate.low:+.4f} or more)"
-    return f"{estimate.value:+.4f} (95%: {estimate.low:+.4f} to {estimate.high:+.4f})"
+        return f"{estimate.value:+z.4f} (95%: {low} or more)"
+    return f"{estimate.value:+z.4f} (95%: {low} to {estimate.high:+z.4f})"

@@ -67,7 +67,8 @@ def decimals(estimate: Estimate) -> int:
         return 3
     places = min(max(1 - math.floor(math.log10(between)), 0), 6)
     # An end that is not 0 must not read as 0: whether an interval includes it is what readers look for.
-    while places < 6 and any(end != 0 and round(end, places) == 0 for end in (estimate.low, estimate.high)):
+    ends = [end for end in (estimate.low, estimate.high) if round(end, 6) != 0]
+    while any(round(end, places) == 0 for end in ends):
         places += 1
     return places
 

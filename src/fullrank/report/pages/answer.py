@@ -165,6 +165,13 @@ def _seen_tile(record: Diagnosis) -> tuple[Tile, ...]:
     if verdict is None or section is None:
         return ()
     question = "What gain would have been seen?"
+    if not math.isfinite(verdict.smallest) and section.power is not None:
+        tried = section.power
+        value, why = (
+            f"over {tried.planted.value:.2g}",
+            f"of that, planted, {figure(tried.found)} was found",
+        )
+        return (Tile(question=question, value=value, unit="nats per token", remarks=(why,)),)
     if not math.isfinite(verdict.smallest):
         return (Tile(question=question, value=NONE, unit="", remarks=("not known: see the verdict",)),)
     remarks = ["the smallest, four times in five"]
