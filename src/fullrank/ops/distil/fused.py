@@ -4,7 +4,7 @@
 
 `KernelMasses`: masses at ids of single rows by the mixture's kernel. The scores at the ids are read from the
 buffer and hidden there, -inf, so that the kernel of `mixture/kernels.py` reduces all others; its gradient of
-their normaliser is Q = p_v / p_rest, 0 at the ids, where g_i is written after Q was multiplied by g_rest. The
+their normaliser is Q = p_v / p_rest, 0 at the ids, where g_i is written into Q times g_rest. The
 identity for f, temperature 1.
 """
 
@@ -162,12 +162,9 @@ class KernelMasses:
         for index in pieces(ids.shape[0], positions, self.work.size):
             some = ids[index]
             rows, scores, _ = self._hidden(index, some)
-            score_rows(
-                scores, self.work.bias, some[:, 0], IDENTITY, places=self._statistics(rows), gradient=True,
-                late=True,
-            )  # fmt: skip
+            late = g_rest[index].float().contiguous()
+            score_rows(scores, self.work.bias, some[:, 0], IDENTITY, places=None, gradient=True, late=late)
             lines = self.work._buffer[: rows.shape[0]]
-            scale(lines, g_rest[index].contiguous(), out=lines)
             lines.scatter_add_(1, some, g_ids[index].to(lines.dtype))
             d_rows = None if self.work.d_rows is None else self.work.row_gradient(rows)
             self.work._add_products(rows, None, d_rows)

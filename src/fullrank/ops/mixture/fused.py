@@ -186,10 +186,11 @@ class KernelMixture:
         d_rows: Tensor | None,
     ) -> None:  # fmt: skip
         """As `TorchMixture.late_gradients`."""
+        # The factor is the rows': of half precision Q times a small number would be nothing.
+        ones = torch.ones_like(upstream, dtype=torch.float32)
         score_rows(
-            self._score(rows), self.bias, targets, self.pointwise, places=self._empty_statistics(rows),
-            gradient=True, late=True,
-        )  # fmt: skip
+            self._score(rows), self.bias, targets, self.pointwise, places=None, gradient=True, late=ones
+        )
         self._add_products(rows, upstream, d_rows)
         if d_rows is not None:
             scale(d_rows, upstream, out=d_rows)

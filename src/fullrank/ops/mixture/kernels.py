@@ -127,7 +127,7 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
     LATE: tl.constexpr, ALONE: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`first` to `third` are the places of the statistics; where ALONE, the log prior and the place of the
-    loss, and one that is not used. LATE leaves 0 at the target."""
+    loss, and one that is not used. LATE leaves 0 at the target, and `first` holds a factor of each row."""
     BLOCK: tl.constexpr = LANES * GROUP
     FULL: tl.constexpr = V // BLOCK * BLOCK
     # A soft cap would lift the -inf that hides the target.
@@ -184,6 +184,8 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
             tl.store(second + row, loss)
             # A token that its only component cannot emit has no posterior.
             factor = tl.where(loss == float("inf"), 0.0, 1.0)
+        elif LATE:
+            factor = tl.load(first + row)
         else:
             tl.store(first + row, top)
             tl.store(second + row, rest)
@@ -247,12 +249,13 @@ def mix_rows(statistics: Statistics, log_prior: Tensor, nll: Tensor) -> tuple[Te
 
 def score_rows(
     scores: Tensor, bias: Tensor | None, targets: Tensor, pointwise: Pointwise, *,
-    places: Statistics | tuple[Tensor, Tensor], gradient: bool = False, raised: bool = False,
-    late: bool = False,
+    places: Statistics | tuple[Tensor, Tensor] | None, gradient: bool = False, raised: bool = False,
+    late: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Statistics of scores [R, V] into `places`, or, where these are log prior and nll [R], losses of rows
     that are tokens by themselves. With `gradient` the scores become Q, in place; `raised` leaves Q * total,
-    not for fp16, which cannot hold what stands at the target; `late` leaves 0 at the target.
+    not for fp16, which cannot hold what stands at the target; with `late`, a factor [R], nothing is told but
+    Q, times the factor and 0 at the target.
 
     scores may have padded rows, whose padding is overwritten; bias is fp32, as long as the stride and -inf
     beyond V.
@@ -260,6 +263,9 @@ def score_rows(
     rows, V = scores.shape
     if rows == 0:
         return
+    if late is not None:
+        places = Statistics(late, late, late)
+    assert places is not None
     group = GROUP_BYTES // scores.itemsize
     lanes = max(32, min(LANES[gradient], triton.next_power_of_2(-(-V // group))))
     # How many programs share the rows; outside CUDA two, so that a program goes through several.
@@ -268,6 +274,6 @@ def score_rows(
         score_rows_kernel[(min(rows, programs) if gradient else rows,)](
             scores, scores if bias is None else bias, targets.contiguous(), *places[:2], places[-1],
             pointwise.constant, rows, V=V, stride=scores.stride(0), KIND=KINDS[pointwise.kind],
-            BIASED=bias is not None, GRADIENT=gradient, RAISED=raised, LATE=late,
+            BIASED=bias is not None, GRADIENT=gradient, RAISED=raised, LATE=late is not None,
             ALONE=not isinstance(places, Statistics), LANES=lanes, GROUP=group, num_warps=lanes // 32,
         )  # fmt: skip
