@@ -242,7 +242,7 @@ class Run:
         count = 0
         for number in range(first, until):
             # Nothing but dropout draws from this.
-            torch.manual_seed((1_000_003 * self.seed + self.steps) % (1 << 63))
+            _seed((1_000_003 * self.seed + self.steps) % (1 << 63))
             for group, peak in zip(self.optimiser.param_groups, self.peaks, strict=True):
                 group["lr"] = peak * self._pace()
             chosen = order[number * self.size : (number + 1) * self.size].to(self.learner.device)
@@ -320,3 +320,11 @@ class Run:
 def _number(loss: float) -> float:
     """A loss that is no number is worse than any."""
     return math.inf if math.isnan(loss) else loss
+
+
+def _seed(seed: int) -> None:
+    """As `torch.manual_seed`, which without a GPU writes down the stack for three kinds of device that may
+    come later: half a millisecond a step."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
