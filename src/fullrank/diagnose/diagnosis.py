@@ -102,6 +102,7 @@ THOROUGH = Settings(
     body_work=1e15,
     most_tokens=1 << 20,
     heads=("mos", "trunk", "sigsoftmax"),
+    search_seconds=12.0,
 )
 """For a GPU: a million tokens and more heads, in three minutes for a model of 135 million parameters."""
 
