@@ -226,12 +226,20 @@ def test_mixture_loss_of_kernels(condition, dtype, kind, components):
     check_mixture_loss("kernels", condition, dtype, kind, components)
 
 
-def check_mixture_loss(path: str, condition: str, dtype: torch.dtype, kind: str, components: int) -> None:
+@functools.cache
+def mixture_truth(
+    condition: str, dtype: torch.dtype, kind: str, components: int, reduction: str, eps: float
+) -> dict[str, Bounded]:
+    """Written out once for all paths that multiply in this precision."""
     case = make_case(condition, dtype, kind, components)
-    eps, stored = precision(dtype, path), torch.finfo(dtype).eps
+    return truth(case, reduction, eps=eps, stored=torch.finfo(dtype).eps)
+
+
+def check_mixture_loss(path: str, condition: str, dtype: torch.dtype, kind: str, components: int) -> None:
+    case, eps = make_case(condition, dtype, kind, components), precision(dtype, path)
     for reduction in reductions_of(path, condition):
         found = run_mixture(case, reduction, **options_of(path))
-        compare(found, truth(case, reduction, eps=eps, stored=stored), reduction)
+        compare(found, mixture_truth(condition, dtype, kind, components, reduction, eps), reduction)
 
 
 @dtypes
@@ -385,13 +393,21 @@ def test_outputs_of_kernels_with_gradients(condition, dtype, kind, components):
     check_outputs("kernels", condition, dtype, kind, components)
 
 
+@functools.cache
+def taught(
+    condition: str, dtype: torch.dtype, kind: str, components: int, output: str, eps: float
+) -> tuple[Teaching, dict[str, Bounded]]:
+    """Made once for all paths that multiply in this precision."""
+    case = make_case(condition, dtype, kind, components)
+    asked = make_teaching(case, output, 3 - components)
+    return asked, outputs_truth(case, asked, eps=eps, stored=torch.finfo(dtype).eps)
+
+
 def check_outputs(path: str, condition: str, dtype: torch.dtype, kind: str, components: int) -> None:
     case = make_case(condition, dtype, kind, components)
     counts = case.counted.double()
     for output in KERNEL_OUTPUTS if path == "kernels" else OUTPUTS:
-        asked = make_teaching(case, output, 3 - components)
-        eps = precision(dtype, path)
-        right = outputs_truth(case, asked, eps=eps, stored=torch.finfo(dtype).eps)
+        asked, right = taught(condition, dtype, kind, components, output, precision(dtype, path))
         leaves = {"rows": leaf(case.rows), "log_prior": leaf(case.log_prior), "weight": leaf(case.weight)}
         leaves["bias"] = leaf(case.bias)
         common = {
