@@ -383,15 +383,10 @@ sys.exit(main.run(sys.argv[1:-1]))
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        # Ten seconds of imports once more; what an interruption prints and writes is tested above.
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        signal.SIGKILL,
-    ],
-    ids=lambda number: number.name,
-)
+# Ten seconds of imports each; what an interruption prints and writes is tested above, and in tests/diagnose
+# that every answer is on disk before the next question.
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_costs_only_the_question_in_hand(
     number: signal.Signals, diagnose: Run, model: Path, text: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

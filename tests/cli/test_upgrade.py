@@ -23,6 +23,8 @@ from fullrank.upgrade import training as fit
 
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 SMALL = ["--tokens", "1024", "--window", "64", "--epochs", "2", "--seeds", "2"]
+SHORT = [*SMALL[:4], "--epochs", "1", "--seeds", "1"]
+"""Where it does not matter what is learnt."""
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +160,7 @@ def test_training_prints_controls_and_saves_what_was_judged(
 def test_a_tied_matrix_stays_tied_where_asked(upgraded: Run, text: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    out = upgraded("--train", str(text), "--keep-tied", *SMALL)
+    out = upgraded("--train", str(text), "--keep-tied", *SHORT)
     with quiet():
         loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.get_input_embeddings().weight is loaded.lm_head.decoder.weight
@@ -222,7 +224,7 @@ def test_auto_tries_bent_heads_over_a_soft_cap_too(text: Path, tmp_path: Path) -
 def test_collapse_writes_a_plain_model(
     upgraded: Run, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = upgraded("--components", "2", "--train", str(text), *SMALL)
+    source = upgraded("--components", "2", "--train", str(text), *SMALL[:-2], "--seeds", "1")
     out = tmp_path / "plain"
     flags = ["--tokens", "1024", "--window", "64", "--epochs", "2", "--cache", str(tmp_path / "states")]
     collapse(tyro.cli(Collapse, args=[str(source), "--text", str(text), "--out", str(out), *flags]))
@@ -250,12 +252,12 @@ def test_an_interrupted_training_leaves_the_states_alone(
     with monkeypatch.context() as patched:
         patched.setattr(fit, "fit", stop)
         with pytest.raises(KeyboardInterrupt):
-            upgraded("--train", str(text), *SMALL)
+            upgraded("--train", str(text), *SHORT)
     assert left(tmp_path) == []
     kept = sorted((tmp_path / "states").rglob("*.safetensors"))
     times = [path.stat().st_mtime_ns for path in kept]
     assert kept
-    upgraded("--train", str(text), *SMALL)
+    upgraded("--train", str(text), *SHORT)
     assert [path.stat().st_mtime_ns for path in kept] == times
 
 

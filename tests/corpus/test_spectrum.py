@@ -179,25 +179,22 @@ QUICK = Effort(leading=32, batches=1, steps=(32, 48), most_exact=0)
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_limits_hold_the_exact_figures(construction: str) -> None:
+    """For one seed; many are below."""
     made = table(zipf(400, 1, contexts=2500), construction, least=LEAST)
     exact = spectrum(made)
     assert exact.method == "exact"
-    outside = number = 0
-    for seed in range(2):
-        found = spectrum(made, seed=seed, effort=QUICK)
-        assert found.method == "lanczos"
-        sigma = np.array(found.singular_values)
-        assert len(sigma) >= 32
-        np.testing.assert_allclose(
-            sigma, exact.singular_values[: len(sigma)], atol=found.singular_value_error, rtol=1e-9
-        )
-        assert found.norm == pytest.approx(exact.norm, rel=1e-12)
-        missed, of = misses(found, exact)
-        outside, number = outside + missed, number + of
-        # Limits that hold because they say nothing would be no limits.
-        for name, one in found.dimensions.items():
-            assert one.high - one.low <= 0.1 * 400, (construction, name)
-    assert outside == 0, number
+    found = spectrum(made, effort=QUICK)
+    assert found.method == "lanczos"
+    sigma = np.array(found.singular_values)
+    assert len(sigma) >= 32
+    np.testing.assert_allclose(
+        sigma, exact.singular_values[: len(sigma)], atol=found.singular_value_error, rtol=1e-9
+    )
+    assert found.norm == pytest.approx(exact.norm, rel=1e-12)
+    assert misses(found, exact)[0] == 0
+    # Limits that hold because they say nothing would be no limits.
+    for name, one in found.dimensions.items():
+        assert one.high - one.low <= 0.1 * 400, (construction, name)
 
 
 @pytest.mark.slow
@@ -214,6 +211,7 @@ def test_limits_hold_for_many_seeds(construction: str) -> None:
     assert outside <= 0.004 * number
 
 
+@pytest.mark.slow(reason="three seconds; that limits hold, and are no wider than a tenth, is above")
 def test_more_probes_and_steps_narrow_the_limits() -> None:
     made = table(zipf(700, 2, contexts=4000), "weighted")
     quick = spectrum(made, effort=Effort(leading=16, batches=1, steps=(12,), most_exact=0))

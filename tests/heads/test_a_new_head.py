@@ -207,6 +207,7 @@ def test_it_is_fitted_on_frozen_states() -> None:
     assert paces == {"log_scale": 2.0 / D, "project.weight": 1 / H, "gate.weight": 1 / H}
 
 
+@pytest.mark.slow(reason="two processes for one head more; test_vocab_parallel.py splits the others")
 def test_it_splits_over_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", __file__, str(tmp_path)]
     done = subprocess.run(

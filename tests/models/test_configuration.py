@@ -69,10 +69,8 @@ import fullrank
 """
 
 
-@pytest.mark.parametrize(
-    "order",
-    [pytest.param(BEFORE, id="fullrank first"), pytest.param(AFTER, id="last", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow(reason="seven seconds of imports each; tests/models loads saved models in this process")
+@pytest.mark.parametrize("order", [BEFORE, AFTER], ids=["fullrank first", "last"])
 def test_auto_classes_know_the_model_in_a_process_that_only_imported_fullrank(
     order: str, tmp_path: Path, tiny_model: Callable[..., Any]
 ) -> None:

@@ -18,9 +18,14 @@ import torch
 from fullrank.upgrade import upgrade
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
-QUICK = ("trainer tied", "layers tied", "accelerate untied")
-"""Each way to spread a model that its users have; which units there are is for the slow tier."""
-OTHERS = ("head untied", "matrix untied", "accelerate tied")
+CASES = (
+    "trainer tied",
+    "layers tied",
+    "head untied",
+    "matrix untied",
+    "accelerate tied",
+    "accelerate untied",
+)
 SECONDS = 300
 
 
@@ -43,7 +48,7 @@ def finished(command: list[str], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
-    finished([sys.executable, str(SCRIPT), str(folder), *QUICK], folder)
+    finished([sys.executable, str(SCRIPT), str(folder), *CASES], folder)
     return folder
 
 
@@ -55,16 +60,10 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found["weights"][name], weight, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.slow(reason="three processes a case; training in two is in the default tier in tests/train")
+@pytest.mark.parametrize("case", CASES)
 def test_two_processes_are_one(case: str, folder: Path) -> None:
     compare(torch.load(folder / f"two-{case}.pt"), torch.load(folder / f"one-{case}.pt"))
-
-
-@pytest.mark.slow(reason="three processes a case more, and other units of the same sharding")
-def test_two_processes_are_one_whatever_the_units(tmp_path: Path) -> None:
-    finished([sys.executable, str(SCRIPT), str(tmp_path), *OTHERS], tmp_path)
-    for case in OTHERS:
-        compare(torch.load(tmp_path / f"two-{case}.pt"), torch.load(tmp_path / f"one-{case}.pt"))
 
 
 def test_the_head_is_no_unit_of_fsdp_whenever_it_was_built(

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,38 +269,31 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cutter:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _language_is_replaced_once_a_launch() -> Iterator[None]:
-    """Triton's interpreter puts its own functions into the language at every call of a function inside a
-    kernel, though they are there since the kernel began: a third of its time."""
+def _language_is_replaced_once() -> Iterator[None]:
+    """Triton's interpreter puts its own functions into the language at every launch of a kernel, and again at
+    every call of a function inside it: half of its time. No kernel is compiled here, so they may stay."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         yield
         return
     from triton.runtime import interpreter
 
-    replace_language, there = interpreter._patch_lang, set()
+    replace_language, scopes = interpreter._patch_lang, {}
 
     def once(function: Any) -> Any:
         # What is replaced depends on the modules that a function sees.
         seen = id(function.__globals__)
-        if seen in there:
-            return None
-        launch = not there
-        there.add(seen)
-        scope = replace_language(function)
-        if launch:
-            # A launch alone puts the language back, at its end.
-            restore = scope.restore
-
-            def ended() -> None:
-                there.clear()
-                restore()
-
-            scope.restore = ended
-        return scope
+        if seen not in scopes:
+            scopes[seen] = replace_language(function)
+        return SimpleNamespace(restore=lambda: None)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(interpreter, "_patch_lang", once)
+        # Whether a sum of integers overflows is computed, and dropped where no debugger asks.
+        builder = interpreter.interpreter_builder
+        patched.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
+    for scope in reversed(scopes.values()):
+        scope.restore()
 
 
 @pytest.fixture(autouse=True, scope="session")

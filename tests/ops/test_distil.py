@@ -47,9 +47,12 @@ def options(problem: Any, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("impl", ["chunked", "reference"])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+# Half a second each: one component at one temperature here, several at the other.
+@pytest.mark.parametrize(
+    ("K", "temperature"),
+    [(1, 1.0), (3, 0.5), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 0.5), (3, 1.0)))],
+)
 @pytest.mark.parametrize("kind", ["identity", "sigsoftmax", "softcap", "plif", "capped_sigsoftmax"])
-@pytest.mark.parametrize("K", [1, 3])
 def test_gradients_by_finite_differences(make_problem, K, kind, temperature, impl):
     problem = make_problem(N=3, K=K, D=3, V=7, kind=kind, bias=True).leaves()
     inputs = [
@@ -287,7 +290,10 @@ def test_once_differentiable_and_traced_by_nobody(make_problem):
 
 @pytest.mark.parametrize("ask", ["ids", "entropy", *KINDS, "top"])
 @pytest.mark.parametrize(
-    ("K", "dtype"), [(1, torch.float32), (4, torch.float32), (2, torch.bfloat16)], ids=str
+    ("K", "dtype"),
+    # A second each: several components, and half precision, are both in the last.
+    [(1, torch.float32), pytest.param(4, torch.float32, marks=pytest.mark.slow), (2, torch.bfloat16)],
+    ids=str,
 )
 def test_workspace_bounds_memory(make_problem, tools, dtype, K, ask):
     N, V, workspace = 64, 8009, 5 * MIB

@@ -7,6 +7,8 @@ are held against fp64 written out by hand (`truth.py`), within what rounding of 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -174,35 +176,70 @@ def compare(found: dict[str, Tensor], right: dict[str, Bounded], what: str) -> N
         right[name].check(value, f"{what}, {name}")
 
 
+PLAIN_PATHS = ("reference", "chunked", "cut")
 paths = pytest.mark.parametrize(
-    "path",
-    ["reference", "chunked", "cut", pytest.param("kernels", marks=pytest.mark.interpreter)],
+    "path", [*PLAIN_PATHS, pytest.param("kernels", marks=pytest.mark.interpreter)]
 )
-mixtures = pytest.mark.parametrize(
-    ("kind", "components"), [("identity", 1), ("identity", K), ("sigsoftmax", K), ("softcap", K)]
-)
+MIXTURES = (("identity", 1), ("identity", K), ("sigsoftmax", K), ("softcap", K))
+mixtures = pytest.mark.parametrize(("kind", "components"), MIXTURES)
 conditions = pytest.mark.parametrize("condition", CONDITIONS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def by_kernels(wanted: Callable[..., bool], usual: Callable[..., bool]) -> pytest.MarkDecorator:
+    """Every condition, dtype, f and number of components that is wanted of the kernels: each takes the
+    interpreter half a second, so what is not usual is in the slow tier."""
+    cases = [
+        pytest.param(
+            condition, DTYPES[dtype], kind, components, id=f"{condition}-{dtype}-{kind}-{components}",
+            marks=() if usual(condition, dtype, kind, components) else pytest.mark.slow,
+        )
+        for condition, dtype, (kind, components) in itertools.product(CONDITIONS, DTYPES, MIXTURES)
+        if dtype != "fp64" and wanted(condition, dtype, kind, components)
+    ]  # fmt: skip
+    return pytest.mark.parametrize(("condition", "dtype", "kind", "components"), cases)
 
 
 @mixtures
 @dtypes
 @conditions
-@paths
+@pytest.mark.parametrize("path", PLAIN_PATHS)
 def test_mixture_loss(path, condition, dtype, kind, components):
-    if path == "kernels" and dtype == torch.float64:
-        pytest.skip("the kernels work in fp32")
-    if path == "kernels" and kind != "identity" and dtype != torch.bfloat16:
-        pytest.skip("f is applied in fp32 whatever the dtype, and the interpreter takes its time")
-    if path == "kernels" and components == 1 and dtype != torch.float32:
-        pytest.skip("single rows, below, have every dtype")
-    if path == "kernels" and kind != "identity" and condition in ("signed", "tied", "strided", "none"):
-        pytest.skip("f is applied to scores, which come out the same")
+    check_mixture_loss(path, condition, dtype, kind, components)
+
+
+def mixture_wanted(condition: str, dtype: str, kind: str, components: int) -> bool:
+    """f is applied in fp32 whatever the dtype, to scores that come out the same; single rows, below, have
+    every dtype."""
+    if kind != "identity":
+        return dtype == "bf16" and condition not in ("signed", "tied", "strided", "none")
+    return components > 1 or dtype == "fp32"
+
+
+def mixture_usual(condition: str, dtype: str, kind: str, components: int) -> bool:
+    return dtype == "bf16" or condition in ("plain", "confident", "masked")
+
+
+@pytest.mark.interpreter
+@by_kernels(mixture_wanted, mixture_usual)
+def test_mixture_loss_of_kernels(condition, dtype, kind, components):
+    check_mixture_loss("kernels", condition, dtype, kind, components)
+
+
+@functools.cache
+def mixture_truth(
+    condition: str, dtype: torch.dtype, kind: str, components: int, reduction: str, eps: float
+) -> dict[str, Bounded]:
+    """Written out once for all paths that multiply in this precision."""
     case = make_case(condition, dtype, kind, components)
-    eps, stored = precision(dtype, path), torch.finfo(dtype).eps
+    return truth(case, reduction, eps=eps, stored=torch.finfo(dtype).eps)
+
+
+def check_mixture_loss(path: str, condition: str, dtype: torch.dtype, kind: str, components: int) -> None:
+    case, eps = make_case(condition, dtype, kind, components), precision(dtype, path)
     for reduction in reductions_of(path, condition):
         found = run_mixture(case, reduction, **options_of(path))
-        compare(found, truth(case, reduction, eps=eps, stored=stored), reduction)
+        compare(found, mixture_truth(condition, dtype, kind, components, reduction, eps), reduction)
 
 
 @dtypes
@@ -324,6 +361,7 @@ OUTPUTS = (
     "ids", "ids one", "ids tempered", "entropy", "entropy tempered", "forward", "reverse", "jensen_shannon",
     "forward tempered", "forward top", "reverse top", "jensen_shannon top",
 )  # fmt: skip
+OUTPUT_CONDITIONS = ("plain", "ignored", "masked", "confident", "shifted", "odd", "tied", "strided", "none")
 
 
 def kernel_outputs(condition: str, dtype: torch.dtype, kind: str, components: int) -> tuple[str, ...]:
@@ -335,32 +373,60 @@ def kernel_outputs(condition: str, dtype: torch.dtype, kind: str, components: in
     if kind != "identity" and condition not in ("plain", "shifted", "odd"):
         # f is applied to scores, which come out the same.
         return ()
+    if condition not in ("plain", "confident"):
+        # One kernel with four functions: here it is about what it reads.
+        return (*at_ids, "entropy", "reverse")
     tempered = ("entropy tempered", "forward tempered") if components == 1 else ()
     return (*at_ids, "entropy", "forward", "reverse", "jensen_shannon", *tempered)
 
 
 @mixtures
 @dtypes
-@pytest.mark.parametrize(
-    "condition", ["plain", "ignored", "masked", "confident", "shifted", "odd", "tied", "strided", "none"]
-)
-@pytest.mark.parametrize(
-    "path", ["reference", "chunked", pytest.param("kernels", marks=pytest.mark.interpreter)]
-)
+@pytest.mark.parametrize("condition", OUTPUT_CONDITIONS)
+@pytest.mark.parametrize("path", ["reference", "chunked"])
 def test_outputs_with_gradients(path, condition, dtype, kind, components):
     """Log-probabilities at ids, entropy and divergences: values, and gradients for uneven numbers."""
-    if path == "kernels":
-        if dtype == torch.float64 or not kernel_outputs(condition, dtype, kind, components):
-            pytest.skip("no kernel serves")
-        if dtype != torch.float16 and condition not in ("plain", "confident"):
-            pytest.skip("the interpreter takes its time")
+    check_outputs(path, condition, dtype, kind, components)
+
+
+def outputs_wanted(condition: str, dtype: str, kind: str, components: int) -> bool:
+    if condition not in OUTPUT_CONDITIONS or not kernel_outputs(condition, DTYPES[dtype], kind, components):
+        return False
+    return dtype == "fp16" or condition in ("plain", "confident")
+
+
+def outputs_usual(condition: str, dtype: str, kind: str, components: int) -> bool:
+    if components == 1:
+        return dtype == "fp16" and condition in ("plain", "masked")
+    if kind != "identity":
+        return condition == "shifted"
+    return dtype == "fp16" or (dtype, condition) in (("fp32", "plain"), ("bf16", "confident"))
+
+
+@pytest.mark.interpreter
+@by_kernels(outputs_wanted, outputs_usual)
+def test_outputs_of_kernels_with_gradients(condition, dtype, kind, components):
+    check_outputs("kernels", condition, dtype, kind, components)
+
+
+@functools.cache
+def taught(
+    condition: str, dtype: torch.dtype, kind: str, components: int, output: str, eps: float, teachers: int
+) -> tuple[Teaching, dict[str, Bounded]]:
+    """Made once for all paths that multiply in this precision."""
+    case = make_case(condition, dtype, kind, components)
+    asked = make_teaching(case, output, teachers)
+    return asked, outputs_truth(case, asked, eps=eps, stored=torch.finfo(dtype).eps)
+
+
+def check_outputs(path: str, condition: str, dtype: torch.dtype, kind: str, components: int) -> None:
     case = make_case(condition, dtype, kind, components)
     counts = case.counted.double()
     outputs = kernel_outputs(condition, dtype, kind, components) if path == "kernels" else OUTPUTS
     for output in outputs:
-        asked = make_teaching(case, output, 1 if path == "kernels" else 3 - components)
-        eps = precision(dtype, path)
-        right = outputs_truth(case, asked, eps=eps, stored=torch.finfo(dtype).eps)
+        # The kernel knows teachers of one row a token.
+        teachers = 1 if path == "kernels" else 3 - components
+        asked, right = taught(condition, dtype, kind, components, output, precision(dtype, path), teachers)
         leaves = {"rows": leaf(case.rows), "log_prior": leaf(case.log_prior), "weight": leaf(case.weight)}
         leaves["bias"] = leaf(case.bias)
         common = {
@@ -385,20 +451,22 @@ def test_outputs_with_gradients(path, condition, dtype, kind, components):
         compare({"value": value, **dict(zip(leaves, found, strict=True))}, right, output)
 
 
-# Scores come in any dtype, and what follows is in fp32 whatever it was: one mixture has them all.
+def decoding_wanted(condition: str, dtype: str, kind: str, components: int) -> bool:
+    """Scores come in any dtype, and what follows is in fp32 whatever it was: one mixture has them all."""
+    if condition not in ("plain", "masked", "confident", "shifted", "odd"):
+        return False
+    if kind == "identity":
+        return components == K or dtype == "fp32"
+    return dtype == {"sigsoftmax": "bf16", "softcap": "fp16"}[kind]
+
+
+def decoding_usual(condition: str, dtype: str, kind: str, components: int) -> bool:
+    return condition == "plain" or kind == "sigsoftmax" or (dtype == "fp32" and components == K)
+
+
 @pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("kind", "components", "dtype"),
-    [
-        *(("identity", K, DTYPES[name]) for name in ("fp32", "bf16", "fp16")),
-        ("identity", 1, torch.float32),
-        ("sigsoftmax", K, torch.bfloat16),
-        ("softcap", K, torch.float16),
-    ],
-    ids=["fp32", "bf16", "fp16", "one-fp32", "sigsoftmax-bf16", "softcap-fp16"],
-)
-@pytest.mark.parametrize("condition", ["plain", "masked", "confident", "shifted", "odd"])
-def test_decoding_kernels(condition, kind, components, dtype):
+@by_kernels(decoding_wanted, decoding_usual)
+def test_decoding_kernels(condition, dtype, kind, components):
     from fullrank.ops.decode import kernels
 
     case = make_case(condition, dtype, kind, components)

@@ -276,6 +276,9 @@ def one_process(case: dict[str, Any]) -> dict[str, Tensor]:
     return differentiate(case, loss_of)
 
 
+several = pytest.mark.slow(
+    reason="three processes and all their problems; tests/heads/test_vocab_parallel.py splits W by default"
+)
 DOUBLE = (
     *(f"{kind}-{reduction}" for kind in KINDS for reduction in REDUCTIONS),
     *(f"ignored{mark}-{reduction}" for mark in (-4, -6) for reduction in REDUCTIONS),
@@ -286,6 +289,7 @@ DOUBLE = (
 )
 
 
+@several
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", DOUBLE)
 def test_values_and_gradients_equal_those_of_one_process(cases, done, name, size):
@@ -303,12 +307,14 @@ def test_every_case_is_compared(cases):
     assert set(cases) == {*DOUBLE, *low, *ERRORS}
 
 
+@several
 def test_nothing_counted_is_a_loss_and_gradient_of_zero(done):
     for part in done[3]:
         for key in ("loss", *INPUTS[:4]):
             assert not part["nothing-mean"][key].any()
 
 
+@several
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_masked_target_has_an_infinite_loss_and_no_gradient(cases, done, kind):
     parts = [part[f"masked-{kind}"] for part in done[3]]
@@ -320,6 +326,7 @@ def test_a_masked_target_has_an_infinite_loss_and_no_gradient(cases, done, kind)
     assert not gradient[torch.isneginf(cases[f"masked-{kind}"]["bias"])].any()
 
 
+@several
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", [name for name in DOUBLE if not name.startswith("ignored")])
 def test_log_probabilities_are_gathered_whole(cases, done, name, size):
@@ -329,6 +336,7 @@ def test_log_probabilities_are_gathered_whole(cases, done, name, size):
     torch.testing.assert_close(got, want.detach(), rtol=1e-11, atol=1e-13)
 
 
+@several
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", DOUBLE)
 def test_token_statistics_equal_those_of_one_process(cases, done, name, size):
@@ -342,6 +350,7 @@ def test_token_statistics_equal_those_of_one_process(cases, done, name, size):
             torch.testing.assert_close(got, column, rtol=1e-11, atol=1e-13)
 
 
+@several
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("name", "floor"), [("fp32", 1e-7), ("bf16", 1e-4), ("fp16", 1e-5), ("autocast", 1e-4)]
@@ -359,6 +368,7 @@ def test_narrow_types_err_no_further_than_the_plain_path(cases, done, tools, nam
         tools.as_good(got, plain[key], value, floor=floor)
 
 
+@several
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_confident_row_keeps_its_digits(cases, done, size):
     """In fp32 a loss below the spacing of numbers near 1, and its gradient, are right to six digits."""
@@ -373,6 +383,7 @@ def test_a_confident_row_keeps_its_digits(cases, done, size):
         torch.testing.assert_close(got, want[key], rtol=3e-5, atol=1e-30)
 
 
+@several
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_wrong_target_or_shard_raises_on_every_process(done, size):
     for part in done[size]:

@@ -179,7 +179,8 @@ def pixels(path: Path) -> numpy.ndarray:
     return image.reshape(height, width, channels)[..., :3]
 
 
-@pytest.mark.parametrize("which", ["html", "hostile"])
+# The hostile page has the same pictures and the longest names.
+@pytest.mark.parametrize("which", ["hostile", pytest.param("html", marks=pytest.mark.slow)])
 def test_nothing_runs_out_of_its_picture(
     which: str, measure: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
@@ -196,7 +197,8 @@ def test_nothing_runs_out_of_its_picture(
         }
 
 
-@pytest.mark.parametrize(("scheme", "dark"), [(1, False), (0, True)])
+# Two seconds a picture; dark is the one where every colour is replaced.
+@pytest.mark.parametrize(("scheme", "dark"), [(0, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_the_page_shows_its_marks(
     scheme: int, dark: bool, html: str, browse: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -142,19 +142,12 @@ class Commands:
 STOPS = ((signal.SIGTERM, 143), (signal.SIGINT, 130))
 
 
-@pytest.mark.parametrize(
-    ("stops", "kills"),
-    [
-        pytest.param(STOPS[:1], 0, id="sigterm"),
-        # Four processes that import torch; kills within milliseconds, below, cost a fork each.
-        pytest.param(STOPS, 1, id="all", marks=pytest.mark.slow),
-    ],
-)
-def test_signals_to_the_real_command(tmp_path: Path, stops: tuple[tuple[int, int], ...], kills: int) -> None:
+@pytest.mark.slow(reason="four processes that import torch; tests/train/test_loop.py sends signals to itself")
+def test_signals_to_the_real_command(tmp_path: Path) -> None:
     commands = Commands(tmp_path, steps=60)
     run = tmp_path / "run"
 
-    for number, code in stops:
+    for number, code in STOPS:
         sent = commands.send("run", number, steps=3, delay=0.0)
         assert sent is not None
         assert sent[0] == code, sent[1]
@@ -165,23 +158,19 @@ def test_signals_to_the_real_command(tmp_path: Path, stops: tuple[tuple[int, int
         assert f"stopped at step {last['step']:,} of 60; run the same command to continue" in sent[1]
         assert "Traceback" not in sent[1]
 
-    for _ in range(kills):
-        sent = commands.send("run", signal.SIGKILL, steps=5, delay=0.005)
-        assert sent is not None
-        assert sent[0] == -signal.SIGKILL
+    sent = commands.send("run", signal.SIGKILL, steps=5, delay=0.005)
+    assert sent is not None
+    assert sent[0] == -signal.SIGKILL
+    commands.finish("run")
     # This process need not start: one thread, as the commands have.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        if kills:
-            commands.finish("run")
-        else:
-            train_into(run, commands.config, commands.text)
         train_into(tmp_path / "reference", commands.config, commands.text)
     finally:
         torch.set_num_threads(threads)
     assert [line["resumed"] for line in read_lines(run) if line["event"] == "start"][:1] == [False]
-    assert sum(line["event"] == "start" for line in read_lines(run)) == len(stops) + kills + 1
+    assert sum(line["event"] == "start" for line in read_lines(run)) == len(STOPS) + 2
     assert tensors(run) == tensors(tmp_path / "reference")
     assert events(run) == events(tmp_path / "reference")
 
@@ -231,9 +220,7 @@ def check_training(tmp_path: Path, *, kills: int, seed: int) -> None:
         assert events(run) == events(reference)
 
 
-@pytest.mark.slow(
-    reason="fifteen seconds of starting and killing; a signal to the real command is in the default tier"
-)
+@pytest.mark.slow(reason="fifteen seconds of starting and killing")
 def test_killed_within_milliseconds(tmp_path: Path) -> None:
     check_training(tmp_path, kills=12, seed=1)
 

@@ -206,7 +206,7 @@ def test_continued_from_many_checkpoints(shop: Workshop, out: str, case: str) ->
 
 def test_lines_about_many_steps_are_the_same(shop: Workshop, out: str) -> None:
     # A line every fourth step: what was counted before a checkpoint between two lines counts on.
-    continued(shop, out, small("awd-lstm", "softmax", "steps=23", "evaluate_every=40"), every=5)
+    continued(shop, out, small("awd-lstm", "softmax", "steps=23", "evaluate_every=40"), every=10)
     assert [line["step"] for line in shop.log(out) if line["event"] == "train"] == [4, 8, 12, 16, 20, 23]
 
 

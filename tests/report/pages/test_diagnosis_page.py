@@ -270,7 +270,15 @@ def test_too_many_models_are_an_error(diagnosis: Diagnosis, made: Provenance) ->
         fullrank.report.render_comparison([diagnosis] * 7, [made] * 7)
 
 
-@pytest.mark.parametrize("which", ["html", "hostile", "comparison"])
+# The hostile page has two models and the longest names; a browser takes two seconds for a page.
+@pytest.mark.parametrize(
+    "which",
+    [
+        "hostile",
+        pytest.param("html", marks=pytest.mark.slow),
+        pytest.param("comparison", marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_runs_out_of_its_picture(
     which: str, measure: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
@@ -287,12 +295,12 @@ def test_nothing_runs_out_of_its_picture(
         }
 
 
-def test_the_policy_holds_in_a_browser(html: str, hostile: str, browse: Callable[..., str]) -> None:
+def test_the_policy_holds_in_a_browser(hostile: str, browse: Callable[..., str]) -> None:
     # As it is, with its policy: the browser would complain to the console about anything it blocks.
-    for page in (html, hostile):
-        assert browse(page, "--dump-dom").count('role="img"') == 2 * len(QUESTIONS)
+    assert browse(hostile, "--dump-dom").count('role="img"') == 2 * len(QUESTIONS)
 
 
+@pytest.mark.slow(reason="two starts of a browser for rules of a style sheet that all pages share")
 def test_paper_shows_what_is_folded_away(html: str, browse: Callable[..., str]) -> None:
     # The same rules on a screen, because only a screen can be measured.
     script = """<script>
