@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BUNDLED := $(VENV)/.bundled
+SITE := $(VENV)/.site
 SOURCES := src tests benchmarks scripts
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # A process for each core, two at least and four at most: each takes up to 1.5 GB.
@@ -14,10 +15,10 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; [ $$
 # Rewritten asserts are kept even where the environment keeps no bytecode: they take a worker ten seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: env lock check-lock demo test test-all test-older lint style format bench clean help
+.PHONY: env lock check-lock demo test test-all test-older lint style format bench docs wheel clean help
 
 help:
-	@echo "make demo | test | test-all | test-older | lint | format | bench | env | lock | check-lock | clean"
+	@echo "make demo | test | test-all | test-older | lint | format | bench | docs | wheel | env | lock | check-lock | clean"
 
 env: $(STAMP)
 
@@ -86,5 +87,21 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.spectrum_peers
 	$(BIN)/python -m benchmarks.argmax_peers
 
+# What builds the site is asked for by nothing else, and installed when it is first needed.
+$(SITE): $(STAMP)
+	$(PIP) --no-build-isolation -e '.[docs]'
+	@touch $@
+
+docs: $(SITE)
+	$(BIN)/python scripts/check_docs.py
+	$(BIN)/python scripts/build_docs.py
+
+# What an earlier build left behind would be packed as well.
+wheel: $(STAMP)
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info \
+	  .cache site dist

@@ -20,12 +20,3 @@ def test_the_taste_of_python_runs() -> None:
     assert names["head"].decoder.weight.grad is not None
     assert names["stats"].entropy.shape == (128,)
     assert names["fullrank"].theory.least_rank(names["log_probs"]).rank == 8
-
-
-def test_every_results_file_named_exists() -> None:
-    root = Path(__file__).parents[1]
-    pages = [README, *(page.read_text(encoding="utf8") for page in (root / "docs").glob("*.md"))]
-    named = {name for page in pages for name in re.findall(r"results/\w+\.json", page)}
-    assert named
-    for name in named:
-        assert (root / name).is_file(), name

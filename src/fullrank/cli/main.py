@@ -64,25 +64,7 @@ def run(arguments: list[str]) -> int:
     if arguments in (["--version"], ["-V"]):
         print(f"fullrank {__version__}")
         return 0
-    import tyro
-
-    options = tyro.cli(
-        Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
-        | Annotated[Series, tyro.conf.subcommand("series")]
-        | Annotated[Train, tyro.conf.subcommand("train")]
-        | Annotated[Eval, tyro.conf.subcommand("eval")]
-        | Annotated[Generate, tyro.conf.subcommand("generate")]
-        | Annotated[Upgrade, tyro.conf.subcommand("upgrade")]
-        | Annotated[Collapse, tyro.conf.subcommand("collapse")]
-        | Annotated[Corpus, tyro.conf.subcommand("corpus")]
-        | Annotated[Study, tyro.conf.subcommand("study")]
-        | Annotated[Report, tyro.conf.subcommand("report")]
-        | Annotated[Demo, tyro.conf.subcommand("demo")],
-        prog="fullrank",
-        description=DESCRIPTION,
-        args=arguments or ["--help"],
-        config=(tyro.conf.OmitSubcommandPrefixes,),
-    )
+    options = parse(arguments)
     try:
         COMMANDS[type(options)](options)
     except FullrankError as error:
@@ -102,6 +84,29 @@ def run(arguments: list[str]) -> int:
             1,
         )
     return 0
+
+
+def parse(arguments: list[str]) -> Any:
+    """The options of one command; leaves with tyro's own message and code where they do not parse."""
+    import tyro
+
+    return tyro.cli(
+        Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
+        | Annotated[Series, tyro.conf.subcommand("series")]
+        | Annotated[Train, tyro.conf.subcommand("train")]
+        | Annotated[Eval, tyro.conf.subcommand("eval")]
+        | Annotated[Generate, tyro.conf.subcommand("generate")]
+        | Annotated[Upgrade, tyro.conf.subcommand("upgrade")]
+        | Annotated[Collapse, tyro.conf.subcommand("collapse")]
+        | Annotated[Corpus, tyro.conf.subcommand("corpus")]
+        | Annotated[Study, tyro.conf.subcommand("study")]
+        | Annotated[Report, tyro.conf.subcommand("report")]
+        | Annotated[Demo, tyro.conf.subcommand("demo")],
+        prog="fullrank",
+        description=DESCRIPTION,
+        args=arguments or ["--help"],
+        config=(tyro.conf.OmitSubcommandPrefixes,),
+    )
 
 
 def _complain(message: str, code: int) -> int:

@@ -26,7 +26,7 @@ class MixtureRecord:
     shares: tuple[float, ...]
     """Mean prior of each component; a dead component has share 0."""
     divergence: tuple[tuple[float, ...], ...]
-    """divergence[i][j]: mean over tokens of KL(component i || component j), nats; 0 for i != j is a copy."""
+    """`divergence[i][j]`: mean KL(component i || component j), nats; 0 off the diagonal is a copy."""
 
 
 def describe_mixture(

@@ -102,6 +102,8 @@ class Sigsoftmax(Pointwise):
 
 @dataclass(frozen=True)
 class Softcap(Pointwise):
+    """f(z) = cap tanh(z / cap)."""
+
     cap: float
     kind: ClassVar[str] = "softcap"
     tile_buffers: ClassVar[int] = 6
@@ -228,7 +230,9 @@ class PiecewiseLinear(Pointwise):
 
 
 IDENTITY = Identity()
+"""f(z) = z: softmax."""
 SIGSOFTMAX = Sigsoftmax()
+"""f(z) = z + log sigmoid(z)."""
 
 
 def from_parts(kind: str, constant: float, trained: Tensor | None) -> Pointwise:

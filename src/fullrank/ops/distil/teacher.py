@@ -58,6 +58,7 @@ class TopTokens(NamedTuple):
 
 
 Teacher = Mixture | TopTokens
+"""What a student is compared with: distributions, or the most probable tokens of each."""
 
 
 def check_teacher(teacher: Teacher, rows: Tensor, weight: Tensor) -> None:

@@ -64,6 +64,8 @@ def check_installed() -> None:
 
 
 def missing(error: ImportError) -> FullrankError:
+    # They come with fullrank, and are left out by `pip install --no-deps` alone.
     return FullrankError(
-        f"a report needs the package {error.name!r}, which is not installed: pip install 'fullrank[report]'"
+        f"a report needs the package {error.name!r}, which is not installed: "
+        "pip install altair vl-convert-python jinja2"
     )
