@@ -26,12 +26,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fullrank.errors import FullrankError
 from fullrank.fit import estimates, loop, sampling, splitting, trainee, training
 from fullrank.fit import setting as ready
 from fullrank.fit.controls import CONTROLS, controls, size
 from fullrank.fit.states import Parts
-from fullrank.fit.teacher import Teacher
+from fullrank.fit.teacher import Teacher, check_students
 from fullrank.heads import HEADS, Head
 from fullrank.heads.mixture import MixtureHead
 from fullrank.heads.rows import RowHead
@@ -188,19 +187,15 @@ def setting_for(
 ) -> ready.Setting:
     """The text ready to train these heads on, or what a teacher says of it."""
     exact, rows = settings.exact, settings.rows
-    other = next((head for head in heads if not isinstance(head, RowHead)), None)
-    if other is not None and teacher is not None:
-        raise FullrankError(
-            f"{other.name} is not rows over one matrix, so its divergence from a teacher is not at hand: "
-            "distil into a head that is, such as mos or trunk"
-        )
+    if teacher is not None:
+        check_students(heads)
     small = plain.vocab <= SMALL_VOCABULARY
     if exact is None and teacher is not None and not teacher.is_rows:
         # Asked once, in whole windows, and what it said is kept.
         exact, rows = False, plain.vocab if small else rows
     if exact is None:
         device = plain.decoder.weight.device
-        exact = device.type != "cpu" or small or other is not None
+        exact = device.type != "cpu" or small or not all(isinstance(head, RowHead) for head in heads)
     return ready.prepare(
         plain,
         parts,
@@ -294,6 +289,9 @@ def plan_for(setting: ready.Setting, head: Head, settings: Settings) -> loop.Pla
     rows = setting.plain.vocab if setting.sampled is None else len(setting.sampled[0].rows) + sampling.DRAWN
     rows *= getattr(head, "components", 1)
     each = rows * (6 * head.width + PER_SCORE) + 6 * size(head)
+    if setting.teacher is not None and setting.sampled is None:
+        # It is scored at every step.
+        each += setting.plain.vocab * (2 * setting.teacher.head.width + PER_SCORE)
     # The race is part of it.
     passes = int(_work(setting, settings) / (each * len(setting.parts.fit))) - len(settings.rates)
     return loop.Plan(

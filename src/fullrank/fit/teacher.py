@@ -18,18 +18,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from fullrank.errors import FullrankError
 from fullrank.fit import sampling
 from fullrank.fit.states import Part, Parts
 from fullrank.heads import Head
 from fullrank.heads.rows import RowHead
 from fullrank.ops import Mixture, mixture_log_probs
 from fullrank.ops.distil import reference
+
+
+def check_students(heads: Iterable[Head]) -> None:
+    """Raise for a head that cannot be trained on its divergence from a teacher."""
+    other = next((head for head in heads if not isinstance(head, RowHead)), None)
+    if other is not None:
+        raise FullrankError(
+            f"{other.name} is not rows over one matrix, so its divergence from a teacher is not at hand: "
+            "distil into a head that is, such as mos or trunk"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,6 +140,12 @@ class Teacher:
             part = part.windows(slice(None, None, max(1, len(part.targets) // 4)))
         tables = self.log_probs(part, limit // 2, spread)
         return torch.stack([table.exp_().sum(dim=0) for _, table in tables]).sum(dim=0)
+
+    @torch.no_grad()
+    def losses(self, part: Part, limit: int) -> Tensor:
+        """[tokens] nats of its own on a part, of the tokens that came."""
+        targets = part.targets.flatten()[:, None]
+        return torch.cat([-table.gather(1, targets[at])[:, 0] for at, table in self.log_probs(part, limit)])
 
     @torch.no_grad()
     def draws(self, part: Part, chosen: Tensor, limit: int, generator: torch.Generator) -> Tensor:

@@ -13,7 +13,6 @@ row, whichever is closer to p. The KL that is reported is exact, on text that no
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from fullrank.fit import comparison as fit
 from fullrank.fit import estimates, states, training
 from fullrank.fit.controls import plain_layer
 from fullrank.fit.teacher import Teacher
-from fullrank.fit.trainee import PIECE, Trainee
+from fullrank.fit.trainee import Trainee
 from fullrank.heads import Head
 from fullrank.heads.rows import RowHead
 from fullrank.models.output_layer import OutputLayer
@@ -81,7 +80,7 @@ def closest(
         rows=setting.rows,
         start=estimates.mean(own, blocks),
         cost=estimates.mean(fitted.divergences, blocks),
-        upgraded_loss=estimates.mean(_losses(head, parts.held_out), blocks),
+        upgraded_loss=estimates.mean(teacher.losses(parts.held_out, settings.memory // 8), blocks),
         plain_loss=estimates.mean(fitted.losses, blocks),
         steps=fitted.steps,
     )
@@ -113,17 +112,6 @@ def _plain(head: Head, pointwise: Pointwise, bias: bool, start: Tensor | None) -
         offset = weight.new_zeros(len(weight)) if own is None else (own - own.mean()).float()
     weight = weight if start is None else weight + weight @ start
     return plain_layer(OutputLayer(weight=weight, bias=offset, pointwise=pointwise, tokens=len(weight)))
-
-
-@torch.no_grad()
-def _losses(head: Head, part: states.Part) -> Tensor:
-    """[tokens] nats of the upgraded head."""
-    pieces = torch.arange(len(part.targets)).split(max(1, PIECE // part.targets.shape[1]))
-    found = []
-    for some in (part.windows(piece.to(part.targets.device)) for piece in pieces):
-        given = list(some.states[: head.states])
-        found.append(cast(Tensor, head(given, some.targets, context=some.ids, reduction="none")).flatten())
-    return torch.cat(found)
 
 
 def softmax_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise) -> Tensor:
