@@ -22,10 +22,10 @@ D, V, TIME = 6, 30, 32
 QUICK = Settings(seeds=1, rates=(0.12, 0.5), epochs=16)
 
 
-def head_of(components: int, *, seed: int = 3, width: int = D, vocab: int = V, **options: Any) -> Head:
+def head_of(components: int, *, seed: int = 3, width: int = D, vocab: int = V, **options: Any) -> Any:
     """Softmax, or a mixture whose second component says the opposite."""
     generator = torch.Generator().manual_seed(seed)
-    head = build("mos", hidden=width, vocab=vocab, components=components, centred=False, **options)
+    head: Any = build("mos", hidden=width, vocab=vocab, components=components, centred=False, **options)
     with torch.no_grad():
         head.decoder.weight.normal_(std=0.8, generator=generator)
         if components > 1:
@@ -109,7 +109,7 @@ def test_the_objective_and_its_gradient_are_the_kl_written_out(
     setting = setting_for([student], plain, parts, settings, teacher)
     trainee = Trainee(student, setting, 0)
     with torch.no_grad():
-        for parameter in trainee.head.contexts.parameters():
+        for _, parameter in trainee.own():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
     chosen = torch.arange(0, 100, 3)
     found = trainee.loss(chosen)

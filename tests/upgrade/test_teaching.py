@@ -47,8 +47,8 @@ def make(tmp_path: Path) -> Make:
         torch.manual_seed(seed)
         config = LlamaConfig(
             hidden_size=width, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            vocab_size=rows, max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-            tie_word_embeddings=False,
+            vocab_size=rows, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+            pad_token_id=None, tie_word_embeddings=False,
         )  # fmt: skip
         model: Any = LlamaForCausalLM(config)
         with torch.no_grad():
@@ -90,12 +90,18 @@ def held_out(loaded: Loaded, text: Path) -> torch.Tensor:
 
 
 def test_the_command_prints_records_and_saves_the_kl(
-    make: Make, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Make, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    student, teacher, out = make("small"), make("large", width=24, rows=V + 3, seed=1), tmp_path / "out"
-    flags = ["--tokens", "640", "--window", "32", "--epochs", "2", "--seeds", "1", "--components", "2"]
-    arguments = [str(student), "--teacher", str(teacher), "--train", str(text), "--out", str(out), *flags]
-    upgrade(tyro.cli(Upgrade, args=[*arguments, "--cache", str(tmp_path / "states")]))
+    student, teacher = make("runs/small"), make("runs/large", width=24, rows=V + 3, seed=1)
+    out = tmp_path / "runs" / "distilled"
+    text.rename(tmp_path / "book.txt")
+    text = tmp_path / "book.txt"
+    # The command as the page has it, but for its size.
+    page = (Path(__file__).parents[2] / "docs" / "upgrade.md").read_text(encoding="utf8")
+    (line,) = (one for one in page.splitlines() if one.startswith("fullrank upgrade runs/small --teacher"))
+    flags = ["--tokens", "640", "--window", "32", "--epochs", "2", "--seeds", "1", "--cache", "states"]
+    monkeypatch.chdir(tmp_path)
+    upgrade(tyro.cli(Upgrade, args=[*line.split()[2:], *flags]))
     printed = capsys.readouterr().out
     record, made = results.load(out / "results.json")
     assert isinstance(record, results.Upgrade)
@@ -169,8 +175,10 @@ def test_the_body_is_let_go_and_states_are_read_again(
 
     def again() -> Any:
         ran.clear()
-        settings = {"settings": SMALL, "cache": tmp_path / "states", "options": {"components": 2}}
-        return run.run(load(student), train=[text], teacher=loading, **settings).record.training
+        return run.run(
+            load(student), options={"components": 2}, train=[text], settings=SMALL, cache=tmp_path / "states",
+            teacher=loading,
+        ).record.training  # fmt: skip
 
     monkeypatch.setattr(fit, "fit", fitting)
     # Killed in the middle of the teacher's windows: those that are written stay.
