@@ -139,6 +139,20 @@ def test_few_rows_estimate_the_kl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert estimated == pytest.approx(Trainee(plain, exact, 0).choose_loss(), rel=0.03)
 
 
+def test_the_estimate_holds_where_a_student_has_followed_its_teacher() -> None:
+    taught_by, parts = head_of(2), parts_of(70)
+    plain = plain_of(taught_by.decoder.weight)
+    teacher = Teacher(head=taught_by, parts=parts, vocab=V)
+    student = student_of(plain, components=2, centred=False)
+    settings = dataclasses.replace(QUICK, exact=False, rows=14)
+    trainee = Trainee(student, setting_for([student], plain, parts, settings, teacher), 0)
+    assert trainee.choose_loss() > 1.0
+    trainee.head.load_state_dict(taught_by.state_dict())
+    # It says what the teacher says, and the start said the opposite half of the time.
+    assert mean(trainee.exact_divergences()) < 1e-6
+    assert abs(trainee.choose_loss()) < 0.02
+
+
 @pytest.mark.slow(reason="the fits of a mixture and its controls, six seconds")
 def test_a_mixture_comes_nearer_to_a_mixture_than_any_softmax() -> None:
     found = compared(head_of(2))

@@ -99,10 +99,13 @@ def prepare(
             sampling.sample(output, choose, parts.choose.targets.flatten(), seen, limit, generator),
         )
         if teacher is not None:
-            taught = (
-                teacher.taught(teacher.parts.fit, chosen, limit, generator),
-                teacher.taught(teacher.parts.choose, seen, limit, generator),
+            fits, chooses = (
+                teacher.taught(part, drawn, output, rows_of, limit, generator)
+                for part, drawn, rows_of in zip(
+                    (teacher.parts.fit, teacher.parts.choose), sampled, (fit, choose), strict=True
+                )
             )
+            taught, sampled = (fits[0], chooses[0]), (fits[1], chooses[1])
     return Setting(
         plain=plain, parts=parts, scales=scales, sampled=sampled, matrix=matrix, limit=limit, align=align,
         teacher=teacher, taught=taught,

@@ -10,7 +10,11 @@ are drawn from it. With r the probability of all others,
 
     Σ_v q_v log p_v  ≈  Σ_{v in S} q_v log p_v + r mean_v log p_v,      v drawn from q outside S
 
-which is right on average, and where S is the whole vocabulary it is exact.
+which is right on average, and where S is the whole vocabulary it is exact. Rows drawn from the start alone
+would miss where a student goes that follows its teacher, and its normaliser would come out too small. So half
+are the teacher's, and all are weighed by the mean m of the two distributions outside S that they come from:
+
+    Σ_{v not in S} exp f(z_v)  ≈  mean_v exp( f(z_v) - log m_v ),      no weight of start or teacher above 2
 """
 
 from __future__ import annotations
@@ -26,11 +30,16 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.fit import sampling
+from fullrank.fit.sampling import Sampled
 from fullrank.fit.states import Part, Parts
 from fullrank.heads import Head
 from fullrank.heads.rows import RowHead
+from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import Mixture, mixture_log_probs
 from fullrank.ops.distil import reference
+
+TINY = 1e-30
+"""The least probability that anything is divided by."""
 
 
 def check_students(heads: Iterable[Head]) -> None:
@@ -154,27 +163,43 @@ class Teacher:
         return torch.cat([sampling.draw(table.exp_(), 1, generator)[:, 0] for _, table in tables])
 
     @torch.no_grad()
-    def taught(self, part: Part, rows: Tensor, limit: int, generator: torch.Generator) -> Taught:
-        """What it says of every token of a part where the rows of these ids are scored, rising."""
+    def taught(
+        self, part: Part, sampled: Sampled, start: OutputLayer, rows: Tensor, limit: int,
+        generator: torch.Generator,
+    ) -> tuple[Taught, Sampled]:  # fmt: skip
+        """What it says of every token of a part, and the rows drawn for the normaliser with as many of its
+        own among them; `start` and `rows` [N, D] are the layer and the rows that others are drawn from."""
         other = torch.ones(self.vocab, dtype=torch.bool, device=rows.device)
-        other[rows] = False
+        other[sampled.rows] = False
         ids = other.nonzero()[:, 0]
-        count = len(part)
         found = Taught(
-            shares=torch.empty(count, len(rows), device=rows.device),
-            rest=torch.zeros(count, device=rows.device),
-            drawn=torch.zeros(count, sampling.POOL if len(ids) else 1, dtype=torch.int64, device=rows.device),
-            entropy=torch.empty(count, device=rows.device),
+            shares=rows.new_empty(len(rows), len(sampled.rows)),
+            rest=rows.new_zeros(len(rows)),
+            drawn=sampled.drawn.new_zeros(len(rows), sampling.POOL if len(ids) else 1),
+            entropy=rows.new_empty(len(rows)),
         )
-        for at, log_probs in self.log_probs(part, limit // 3):
+        proposed = []
+        for at, log_probs in self.log_probs(part, limit // 4):
             found.entropy[at] = reference.entropy(log_probs)
             probabilities = log_probs.exp_()
-            found.shares[at] = probabilities[:, rows]
-            if len(ids):
-                tail = probabilities[:, ids]
-                found.rest[at] = tail.sum(dim=1)
-                found.drawn[at] = ids[sampling.draw(tail, sampling.POOL, generator)]
-        return found
+            found.shares[at] = probabilities[:, sampled.rows]
+            if not len(ids):
+                continue
+            tail = probabilities[:, ids]
+            rest = tail.sum(dim=1)
+            own = ids[sampling.draw(tail, sampling.POOL, generator)]
+            found.rest[at], found.drawn[at] = rest, own
+            # Both proposals at both sets of draws.
+            both = torch.cat([sampled.drawn[at], own], dim=1)
+            theirs = (probabilities.gather(1, both) / rest.clamp(min=TINY)[:, None]).log()
+            mine = torch.cat([sampled.scores[at], start.logits(rows[at]).gather(1, own)], dim=1)
+            proposed.append(torch.logaddexp(mine - sampled.normaliser[at, None], theirs) - math.log(2.0))
+        if len(ids):
+            sampled = dataclasses.replace(
+                sampled, drawn=torch.cat([sampled.drawn, found.drawn], dim=1), scores=torch.cat(proposed),
+                normaliser=torch.zeros_like(sampled.normaliser),
+            )  # fmt: skip
+        return found, sampled
 
     def digest(self) -> list[Tensor | str]:
         """What its words depend on, for `checkpoints.digest`."""
