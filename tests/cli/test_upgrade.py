@@ -271,6 +271,7 @@ def test_an_interrupted_training_leaves_the_states_alone(
         (["--head", "auto", "--set", "bad=3", "--train-default"], "no head that --head auto tries"),
         (["--train", "nowhere.txt"], "no such text"),
         (["--unfreeze"], "give one with --train"),
+        (["--teacher", "nowhere"], "give one with --train"),
         (["--unfreeze", "--keep-tied", "--train-default"], "leave --keep-tied out"),
         (["--set", "private"], "NAME=VALUE"),
         (["--set", "private=abc"], "no number"),

@@ -48,9 +48,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def parts_for(count: int = 63, time: int = 32) -> states.Parts:
+def parts_for(count: int = 63, time: int = 32, tokens: int = V) -> states.Parts:
     generator = torch.Generator().manual_seed(0)
-    targets = torch.randint(V, (count, time), generator=generator)
+    targets = torch.randint(tokens, (count, time), generator=generator)
     return states.split(
         states.Part(
             states=(torch.randn(count, time, D, generator=generator),),
@@ -108,7 +108,7 @@ def test_a_true_mixture_costs_what_it_must() -> None:
 
 def test_rows_that_are_not_fitted_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "SMALL_VOCABULARY", 0)
-    head, parts = mixture(same=True), parts_for()
+    head, parts = mixture(same=True), parts_for(tokens=8)
     found = closest(head, parts, settings=fit.Settings(epochs=12, rates=(0.5,), rows=12))
     assert found.rows == 12
     # The map reaches the other rows as well.

@@ -47,6 +47,9 @@ class Upgrade:
     directories, hub datasets, read from all over. Without any, the head is not trained."""
     train_default: bool = False
     """Train on English text that this Python installation carries."""
+    teacher: str | None = None
+    """A model with the same tokenizer, most often a larger one: the head and its controls are trained to say
+    what it says of the text, on KL(teacher || model), in place of the text itself."""
     unfreeze: bool = False
     """Train the whole model, body and all."""
     align: bool = False
@@ -101,7 +104,7 @@ def upgrade(options: Upgrade) -> None:
 
     import torch
 
-    from fullrank.models.loading import load
+    from fullrank.models.loading import Loaded, load
     from fullrank.upgrade import folder
     from fullrank.upgrade.run import run
 
@@ -110,16 +113,20 @@ def upgrade(options: Upgrade) -> None:
     device = device_of(options.device)
     made = results.provenance(seed=options.seed, device=device_name(device))
     with Bar(console) as bar:
+
+        def loading(name: str | None, revision: str | None = None) -> Loaded:
+            return load(
+                name,
+                revision=revision,
+                allow_pickle=options.allow_pickle,
+                trust_remote_code=options.trust_remote_code,
+                device=device,
+                dtype=getattr(torch, options.dtype),
+                say=lambda message: bar.update(message, 0.0),
+            )
+
         bar.update("loading the model", 0.0)
-        loaded = load(
-            options.model or None,
-            revision=options.revision,
-            allow_pickle=options.allow_pickle,
-            trust_remote_code=options.trust_remote_code,
-            device=device,
-            dtype=getattr(torch, options.dtype),
-            say=lambda message: bar.update(message, 0.0),
-        )
+        loaded = loading(options.model or None, options.revision)
         found = run(
             loaded,
             options.head,
@@ -129,6 +136,7 @@ def upgrade(options: Upgrade) -> None:
             unfreeze=options.unfreeze,
             settings=settings,
             cache=options.cache,
+            teacher=None if options.teacher is None else lambda: loading(options.teacher),
             progress=bar.update,
         )
         bar.update("writing", 0.0)
@@ -142,6 +150,8 @@ def upgrade(options: Upgrade) -> None:
     if found.record.training is not None:
         for line in tried_lines(found.record.training.candidates):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if found.record.training.teacher is not None:
+            console.print(distance_table(found.record))
         console.print(table(found.record))
     for line in (found.record.verdict, *found.record.notes):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -214,20 +224,16 @@ def tried_lines(candidates: Sequence[Candidate]) -> list[str]:
 def table(record: Record) -> Table:
     """Nats per token before and after, a line a head."""
     from rich.markup import escape
-    from rich.table import Table
 
     found = record.training
     assert found is not None
-    drawn = Table(
-        title=escape(
-            f"{record.model.name}: trained on {found.text.fit_tokens:,} tokens, body "
-            f"{'trained too' if found.unfrozen else 'frozen'}, "
-            f"{found.seeds} seed{'s' if found.seeds > 1 else ''}; judged on {found.text.held_out_tokens:,}"
-        ),
-        title_justify="left",
+    taught = found.teacher
+    by = "" if taught is None else f" of what {taught.model.name} says; loss on the text"
+    drawn = _table(
+        f"{record.model.name}: trained on {found.text.fit_tokens:,} tokens{by}, body "
+        f"{'trained too' if found.unfrozen else 'frozen'}, "
+        f"{found.seeds} seed{'s' if found.seeds > 1 else ''}; judged on {found.text.held_out_tokens:,}"
     )
-    for header in ("head", "before", "after", "own parameters"):
-        drawn.add_column(header, justify="left" if header == "head" else "right", no_wrap=True)
     for one in found.fits:
         drawn.add_row(
             _words(one),
@@ -235,6 +241,32 @@ def table(record: Record) -> Table:
             _nats(one.after.value, one.after_error),
             f"{one.parameters:,}",
         )
+    if taught is not None:
+        drawn.add_row(escape(f"{taught.model.name} (teacher)"), "", f"{taught.loss.value:.4f}", "")
+    return drawn
+
+
+def distance_table(record: Record) -> Table:
+    """KL from the teacher before and after, a line a head."""
+    found = record.training
+    assert found is not None
+    assert found.teacher is not None
+    name = found.teacher.model.name
+    drawn = _table(f"KL({name} || head), nats per token, held-out text")
+    for one in found.fits:
+        if (far := one.distance) is not None:
+            before, after = _nats(far.before.value, far.before_error), _nats(far.after.value, far.after_error)
+            drawn.add_row(_words(one), before, after, f"{one.parameters:,}")
+    return drawn
+
+
+def _table(title: str) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    drawn = Table(title=escape(title), title_justify="left")
+    for header in ("head", "before", "after", "own parameters"):
+        drawn.add_column(header, justify="left" if header == "head" else "right", no_wrap=True)
     return drawn
 
 

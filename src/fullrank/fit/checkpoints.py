@@ -85,10 +85,17 @@ def resume(
 
 
 def finish(
-    file: Path, of: str, losses: Tensor, facts: dict[str, Any], best: Mapping[str, Tensor] | None = None
+    file: Path,
+    of: str,
+    losses: Tensor,
+    facts: dict[str, Any],
+    best: Mapping[str, Tensor] | None = None,
+    divergences: Tensor | None = None,
 ) -> None:
-    """The end of a training: losses [tokens], what else is known of it, and the best weights if wanted."""
+    """The end of a training: losses [tokens], what else is known of it, the best weights if wanted, and
+    divergences [tokens] from a teacher if there was one."""
     tensors = {"losses": losses} | {f"best.{name}": value for name, value in (best or {}).items()}
+    tensors |= {} if divergences is None else {"divergences": divergences}
     _write(file, of, tensors, {"finished": facts})
 
 
@@ -125,7 +132,7 @@ def read(file: Path, of: str, *, weights: bool = True) -> Kept | None:
                 tensor = opened.get_tensor(name)
                 if _check(tensor) != expected:
                     raise ValueError("checksum")
-                if name == "losses" or not losses_alone:
+                if not (losses_alone and name.startswith("best.")):
                     tensors[name] = tensor
             return tensors, facts["state"]
     except (SafetensorError, OSError, ValueError, KeyError, TypeError):

@@ -11,6 +11,9 @@ All have the same tokens, the same rows of W, the same way to their learning rat
 text is in three parts: to fit on, to choose on, and to judge on. A gain is the best control's loss minus the
 head's, token by token on the last part; the output layer as it came is a control too. Heads are ranked on
 the text for choosing, so that the gain of the best is no best of many draws.
+
+With a teacher (`teacher`) all of it, the refit, the split, controls and heads, is on KL(teacher || head) in
+place of the loss, and so is the gain; losses are judged beside it.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from fullrank.fit import estimates, loop, sampling, splitting, trainee, training
 from fullrank.fit import setting as ready
 from fullrank.fit.controls import CONTROLS, controls, size
 from fullrank.fit.states import Parts
+from fullrank.fit.teacher import Teacher, check_students
 from fullrank.heads import HEADS, Head
 from fullrank.heads.mixture import MixtureHead
 from fullrank.heads.rows import RowHead
@@ -77,6 +80,31 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Gain:
+    """What a head gains over the best of its controls."""
+
+    control: str
+    mean: Estimate
+    by_seed: tuple[float, ...]
+
+
+def gain_over(
+    values: Callable[[str], Sequence[Tensor]], head: str, controls: Sequence[str], blocks: Tensor
+) -> Gain:
+    """Of values [held-out tokens], one tensor a seed, by name: the lower the better. Whichever control did
+    best where it counts: a head must beat them all."""
+    control = min(controls, key=lambda name: _mean(values(name)))
+    differences = paired(values(control), values(head))
+    by_seed = tuple(float(one.double().mean()) for one in differences)
+    return Gain(control=control, mean=estimates.mean_over_seeds(differences, blocks), by_seed=by_seed)
+
+
+def paired(control: Sequence[Tensor], head: Sequence[Tensor]) -> list[Tensor]:
+    """[held-out tokens] gains, one a seed of the head."""
+    return [control[seed % len(control)] - one for seed, one in enumerate(head)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
     """Heads and controls after their fits."""
 
@@ -97,6 +125,8 @@ class Comparison:
     split_gain: Estimate | None
     """Nats per token that the leading directions gain over the refitted layer, untrained."""
     seconds: dict[str, float]
+    original_divergences: Tensor | None = None
+    """[held-out tokens] KL of the output layer as it came from the teacher; None without one."""
 
     @property
     def blocks(self) -> Tensor:
@@ -110,22 +140,31 @@ class Comparison:
 
     @property
     def control(self) -> str:
-        """Whichever did best where it counts: a head must beat them all."""
-        losses = {name: _mean([one.losses for one in self.fits[name]]) for name in CONTROLS}
-        losses[ORIGINAL] = _mean([self.original])
-        return min(losses, key=lambda name: losses[name])
+        return self.gain_over_best(self.best).control
 
     def losses(self, name: str) -> list[Tensor]:
         return [self.original] if name == ORIGINAL else [one.losses for one in self.fits[name]]
+
+    def divergences(self, name: str) -> list[Tensor]:
+        """From the teacher; none without one."""
+        fits = self.fits.get(name, [])
+        found = [self.original_divergences] if name == ORIGINAL else [one.divergences for one in fits]
+        return [one for one in found if one is not None]
+
+    def judged(self, name: str) -> list[Tensor]:
+        """What the fits were to bring down."""
+        return self.divergences(name) or self.losses(name)
+
+    def gain_over_best(self, name: str, values: Callable[[str], Sequence[Tensor]] | None = None) -> Gain:
+        """Over the best control, of what the fits were to bring down where no other values are named."""
+        return gain_over(values or self.judged, name, (*CONTROLS, ORIGINAL), self.blocks)
 
     def gain(self, name: str, over: str | None = None) -> Estimate:
         """What a head gains over a control, the best one where none is named."""
         return estimates.mean_over_seeds(self.differences(name, over or self.control), self.blocks)
 
     def differences(self, name: str, over: str) -> list[Tensor]:
-        """[held-out tokens] gains, one a seed of the head."""
-        control = self.losses(over)
-        return [control[seed % len(control)] - one for seed, one in enumerate(self.losses(name))]
+        return paired(self.judged(over), self.judged(name))
 
     def fitted(self, name: str) -> trainee.Trainee:
         """A head with its best seed's weights."""
@@ -143,23 +182,31 @@ def _mean(losses: Sequence[Tensor]) -> float:
     return sum(float(one.double().mean()) for one in losses) / len(losses)
 
 
-def setting_for(heads: Sequence[Head], plain: Head, parts: Parts, settings: Settings) -> ready.Setting:
-    """The text ready to train these heads on."""
-    exact = settings.exact
+def setting_for(
+    heads: Sequence[Head], plain: Head, parts: Parts, settings: Settings, teacher: Teacher | None = None
+) -> ready.Setting:
+    """The text ready to train these heads on, or what a teacher says of it."""
+    exact, rows = settings.exact, settings.rows
+    if teacher is not None:
+        check_students(heads)
+    small = plain.vocab <= SMALL_VOCABULARY
+    if exact is None and teacher is not None and not teacher.is_rows:
+        # Asked once, in whole windows, and what it said is kept.
+        exact, rows = False, plain.vocab if small else rows
     if exact is None:
         device = plain.decoder.weight.device
-        rows = all(isinstance(head, RowHead) for head in heads)
-        exact = device.type != "cpu" or plain.vocab <= SMALL_VOCABULARY or not rows
+        exact = device.type != "cpu" or small or not all(isinstance(head, RowHead) for head in heads)
     return ready.prepare(
         plain,
         parts,
-        rows=settings.rows,
+        rows=rows,
         exact=exact,
         matrix=settings.matrix,
         # A quarter of the memory for one V-wide buffer: there are up to three, and the states.
         limit=settings.memory // 4,
         seed=settings.seed,
         align=settings.align,
+        teacher=teacher,
     )
 
 
@@ -198,8 +245,9 @@ def compare(
         return found
 
     plain, held_out = setting.plain, setting.parts.held_out
-    with torch.no_grad():
-        original = trainee.Trainee(plain, setting, 0).to(held_out.targets.device).exact_losses(held_out)
+    start = trainee.Trainee(plain, setting, 0).to(held_out.targets.device)
+    original, divergences = start.exact_losses(held_out), start.exact_divergences()
+    del start
     refitted: training.Fitted | None = None
     if setting.matrix:
         refitted, weights = fit(setting, "refit", plain)
@@ -223,7 +271,7 @@ def compare(
             best_weights[name] = weights
     made = Comparison(
         setting=setting, original=original, refit=refitted, heads=every, fits=fits, weights=best_weights,
-        directions=directions, split_gain=split_gain, seconds=seconds,
+        directions=directions, split_gain=split_gain, seconds=seconds, original_divergences=divergences,
     )  # fmt: skip
     again = [made.best] + ([made.control] if made.control != ORIGINAL else [])
     for name in again:
@@ -241,6 +289,9 @@ def plan_for(setting: ready.Setting, head: Head, settings: Settings) -> loop.Pla
     rows = setting.plain.vocab if setting.sampled is None else len(setting.sampled[0].rows) + sampling.DRAWN
     rows *= getattr(head, "components", 1)
     each = rows * (6 * head.width + PER_SCORE) + 6 * size(head)
+    if setting.teacher is not None and setting.sampled is None:
+        # It is scored at every step.
+        each += setting.plain.vocab * (2 * setting.teacher.head.width + PER_SCORE)
     # The race is part of it.
     passes = int(_work(setting, settings) / (each * len(setting.parts.fit))) - len(settings.rates)
     return loop.Plan(

@@ -52,23 +52,30 @@ class Sampled:
 
     def fewer(self) -> Sampled:
         """Some of the draws of each token, anew at every call."""
-        count = self.drawn.shape[1]
-        if count <= DRAWN:
-            return self
-        at = torch.randint(count, (DRAWN,), device=self.drawn.device)
+        at = some_of(self.drawn)
         return dataclasses.replace(self, drawn=self.drawn[:, at], scores=self.scores[:, at])
 
 
+def some_of(drawn: Tensor) -> Tensor | slice:
+    """Columns of a pool of draws [N, m] that a step uses, anew at every call."""
+    count = drawn.shape[1]
+    return slice(None) if count <= DRAWN else torch.randint(count, (DRAWN,), device=drawn.device)
+
+
 @torch.no_grad()
-def rows_to_train(output: OutputLayer, rows: Tensor, targets: Tensor, count: int, limit: int) -> Tensor:
-    """Ids, rising: every token that occurs, then those with the largest mean probability."""
+def rows_to_train(
+    output: OutputLayer, rows: Tensor, targets: Tensor, count: int, limit: int, share: Tensor | None = None
+) -> Tensor:
+    """Ids, rising: every token that occurs, then those with the largest mean probability; `share` [V] is
+    what someone else gives to each token, and counts as much."""
     occurring = torch.unique(targets)
     if len(occurring) >= output.vocabulary:
         return occurring
     spread = rows[:: max(1, len(rows) // 512)]
-    share = torch.zeros(output.vocabulary, device=rows.device)
+    own = torch.zeros(output.vocabulary, device=rows.device)
     for piece in output.pieces(spread, limit // 2):
-        share += torch.softmax(output.logits(piece), dim=1).sum(dim=0)
+        own += torch.softmax(output.logits(piece), dim=1).sum(dim=0)
+    share = own if share is None else own / own.sum() + share / share.sum()
     share[occurring] = math.inf
     count = min(max(count, len(occurring)), output.vocabulary)
     return share.topk(count).indices.sort().values

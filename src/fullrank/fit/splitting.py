@@ -20,6 +20,8 @@ wide states M is confined to the leading directions of the constant split and of
 On another part of the text a direction's quotient is an honest estimate: under the null y and the drawn
 tokens have one distribution, and its expectation is zero. The same search with a drawn token in place of y
 says what the largest eigenvalue is when nothing is to be had.
+
+With a teacher, y is a token drawn from what that says, not the one that came.
 """
 
 from __future__ import annotations
@@ -131,10 +133,15 @@ def gather(
     # They are kept for every drawn token.
     tokens = max(256, min(tokens, setting.limit // (8 * DRAWN * setting.plain.width)))
     generator = torch.Generator(device=setting.parts.fit.targets.device).manual_seed(seed)
-    find = moments(setting, setting.parts.fit, tokens, generator, lambda share: progress(0.7 * share))
+    teacher = setting.teacher
+    find = moments(
+        setting, setting.parts.fit, tokens, generator, lambda share: progress(0.7 * share),
+        taught=None if teacher is None else teacher.parts.fit,
+    )  # fmt: skip
     judge = moments(
-        setting, setting.parts.choose, tokens, generator, lambda share: progress(0.7 + 0.3 * share)
-    )
+        setting, setting.parts.choose, tokens, generator, lambda share: progress(0.7 + 0.3 * share),
+        taught=None if teacher is None else teacher.parts.choose,
+    )  # fmt: skip
     return Gathered(find=find, judge=judge)
 
 
@@ -168,12 +175,17 @@ def moments(
     tokens: int,
     generator: torch.Generator,
     progress: Callable[[float], None] = lambda share: None,
+    *,
+    taught: Part | None = None,
 ) -> Moments:
-    """Scores of tokens from all over a part, and of tokens drawn from the model: one pass over W."""
+    """Scores of tokens from all over a part, and of tokens drawn from the model: one pass over W. `taught`
+    are the teacher's states of the same part."""
     output, rows = layer_of(setting.plain), plain_rows(setting.plain, part)
     # Every so many, but in blocks as they come: intervals are over blocks.
     chosen = torch.arange(0, len(part), max(1, -(-len(part) // tokens)), device=rows.device)
     rows, targets = rows[chosen], part.targets.flatten()[chosen]
+    if setting.teacher is not None and taught is not None:
+        targets = setting.teacher.draws(taught, chosen, setting.limit, generator)
     weight = output.weight
     scores, drawn, done = [], [], 0
     for piece in output.pieces(rows, setting.limit // 3):

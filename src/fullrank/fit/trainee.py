@@ -7,6 +7,9 @@ all rows share are learnt long before single rows are. The controls have such a 
 Which rows of W are trained, and on which loss, is in `setting`. Losses that are reported are always over the
 whole vocabulary.
 
+With a teacher the loss that trains and chooses is KL(teacher || head), which `exact_divergences` reports
+beside the loss of the tokens that came.
+
 A cache head is trained with its memory, in whole windows. With `Setting.align` HistAlign's ranking loss is
 added while it trains; no loss that chooses or judges has it.
 
@@ -33,10 +36,12 @@ from fullrank.fit.loop import own_randomness
 from fullrank.fit.sampling import Sampled
 from fullrank.fit.setting import Setting
 from fullrank.fit.states import Part
+from fullrank.fit.teacher import Taught
 from fullrank.heads import CacheHead, Head
 from fullrank.heads.alignment import alignment_loss
 from fullrank.heads.rows import RowHead
-from fullrank.ops import IDENTITY, mixture_nll
+from fullrank.ops import IDENTITY, Mixture, divergence, mixture_log_probs, mixture_nll
+from fullrank.ops.distil import reference
 
 MATRIX_SHARE = 0.2
 """Of the rate of the rest."""
@@ -134,14 +139,22 @@ class Trainee(nn.Module):
         return self.head.pace(name, parameter, self.setting.scales)
 
     def batch_losses(self, fitting: bool, chosen: Tensor) -> Tensor:
-        """Nats of the chosen tokens, or of all tokens of the chosen windows, differentiable."""
+        """Nats of the chosen tokens, or of all tokens of the chosen windows, differentiable: their loss, or
+        with a teacher their divergence from it."""
         part = self.setting.parts.fit if fitting else self.setting.parts.choose
+        teacher, which = self.setting.teacher, 0 if fitting else 1
         if self.head.reads_time:
             return self._exact(part.windows(chosen)).flatten()
         states = [state.flatten(0, 1)[chosen] for state in part.states]
         if self.setting.sampled is not None:
-            sampled = self.setting.sampled[0 if fitting else 1][chosen]
-            return self._estimated(states, sampled.fewer() if fitting else sampled)
+            sampled = self.setting.sampled[which][chosen]
+            taught = None if self.setting.taught is None else self.setting.taught[which][chosen]
+            if fitting:
+                sampled, taught = sampled.fewer(), None if taught is None else taught.fewer()
+            return self._estimated(states, sampled, taught)
+        if teacher is not None:
+            theirs = teacher.parts.fit if fitting else teacher.parts.choose
+            return self._divergences(states, teacher.at(theirs, chosen), "none")
         return self._exact_rows(states, part.targets.flatten()[chosen], part.ids.flatten()[chosen])
 
     def alignment(self, chosen: Tensor) -> Tensor | float:
@@ -173,6 +186,11 @@ class Trainee(nn.Module):
         return tokens
 
     def loss(self, chosen: Tensor) -> Tensor:
+        setting = self.setting
+        if setting.teacher is not None and setting.sampled is None:
+            # Their mean, because gradients are then made on the way.
+            states = [state.flatten(0, 1)[chosen] for state in setting.parts.fit.states]
+            return self._divergences(states, setting.teacher.at(setting.teacher.parts.fit, chosen), "mean")
         return self.batch_losses(True, chosen).mean() + self.alignment(chosen)
 
     @torch.no_grad()
@@ -200,8 +218,8 @@ class Trainee(nn.Module):
             log_prior = rows.new_zeros(rows.shape[:-1])
         return rows, log_prior
 
-    def _estimated(self, states: list[Tensor], batch: Sampled) -> Tensor:
-        """[n] nats with the estimated normaliser; see `sampling`."""
+    def _estimated(self, states: list[Tensor], batch: Sampled, taught: Taught | None) -> Tensor:
+        """[n] nats with the estimated normaliser; see `sampling`, and `teacher`."""
         rows, log_prior = self._rows(states)
         weight = self.head.decoder.weight
         scores = self._bend(rows @ self._rows_of(weight, self.matrix, batch.rows).T, batch.rows)
@@ -209,8 +227,14 @@ class Trainee(nn.Module):
         others = self._bend(drawn, batch.drawn)
         moved = (others - batch.scores[:, None]).logsumexp(dim=-1) - math.log(batch.drawn.shape[1])
         normaliser = torch.logaddexp(scores.logsumexp(dim=-1), batch.normaliser[:, None] + moved)
-        place = batch.place[:, None, None].expand(-1, rows.shape[1], 1)
-        return -(log_prior + scores.gather(-1, place)[..., 0] - normaliser).logsumexp(dim=-1)
+        if taught is None:
+            place = batch.place[:, None, None].expand(-1, rows.shape[1], 1)
+            return -(log_prior + scores.gather(-1, place)[..., 0] - normaliser).logsumexp(dim=-1)
+        level = (log_prior - normaliser)[..., None]
+        told = self._bend(torch.einsum("nkd,nmd->nkm", rows, weight[taught.drawn]), taught.drawn)
+        inside = (taught.shares * (level + scores).logsumexp(dim=1)).sum(dim=-1)
+        outside = taught.rest * (level + told).logsumexp(dim=1).mean(dim=-1)
+        return -taught.entropy - inside - outside
 
     def _rows_of(self, start: Tensor, trained: Tensor | None, ids: Tensor) -> Tensor:
         """Rows `ids` of a tensor [V, ...] of which some are trained."""
@@ -264,6 +288,15 @@ class Trainee(nn.Module):
             impl="reference" if small else "auto", workspace=None if small else self.setting.limit,
         )  # fmt: skip
 
+    def _divergences(self, states: Sequence[Tensor], said: Mixture, reduction: str) -> Tensor:
+        """Nats between what a teacher says and what the head does."""
+        rows, log_prior = self._rows(states)
+        weight, bias = self.whole_matrix()
+        return divergence(
+            rows, log_prior, weight, said, bias=bias, pointwise=self.head.pointwise, reduction=reduction,
+            workspace=self.setting.limit,
+        )  # fmt: skip
+
     def _called(self, states: Sequence[Tensor], targets: Tensor, ids: Tensor) -> Tensor:
         """The head's own loss, with the trained matrix in its place."""
         weight, bias = self.whole_matrix()
@@ -298,6 +331,26 @@ class Trainee(nn.Module):
                     strict=True,
                 )
             ]
+        self.head.train()
+        return torch.cat(found)
+
+    @torch.no_grad()
+    def exact_divergences(self) -> Tensor | None:
+        """[held-out tokens] KL(teacher || head) in nats, over the whole vocabulary; None without one."""
+        teacher, limit = self.setting.teacher, self.setting.limit
+        if teacher is None:
+            return None
+        self.head.eval()
+        weight, bias = self.whole_matrix()
+        flat = [state.flatten(0, 1) for state in self.setting.parts.held_out.states]
+        found = []
+        for at, log_q in teacher.log_probs(teacher.parts.held_out, limit // 4):
+            rows, log_prior = self._rows([state[at] for state in flat])
+            log_p = mixture_log_probs(
+                rows, log_prior, weight, bias=bias, pointwise=self.head.pointwise, workspace=limit
+            )
+            # Never below 0 but for rounding.
+            found.append(reference.divergence(log_p, log_q, "forward").clamp_(min=0.0))
         self.head.train()
         return torch.cat(found)
 

@@ -33,6 +33,8 @@ class Fitted:
     """Whether the learning curve had become flat."""
     curve: tuple[tuple[int, float], ...]
     """(steps, nats on the text for choosing)."""
+    divergences: Tensor | None = None
+    """[held-out tokens] KL from the teacher in nats, over the whole vocabulary; None without one."""
 
 
 def train(
@@ -61,16 +63,17 @@ def train(
         progress(1.0)
         weights = {name: value.to(device) for name, value in checkpoints.best_of(kept).items()}
         facts["curve"] = tuple((step, loss) for step, loss in facts["curve"])
-        return Fitted(losses=kept[0]["losses"].to(device), **facts), weights
+        divergences = kept[0]["divergences"].to(device) if setting.teacher is not None else None
+        return Fitted(losses=kept[0]["losses"].to(device), divergences=divergences, **facts), weights
     found = loop.fit(make, plan, seed=seed, file=file, of=of, progress=progress)
     judged = make()
     judged.load(found.weights)
     trained = sum(parameter.numel() for _, parameter in judged.trained())
-    losses = judged.exact_losses(setting.parts.held_out)
+    losses, divergences = judged.exact_losses(setting.parts.held_out), judged.exact_divergences()
     facts = {**found.facts(), "trained": trained}
     if file is not None:
-        checkpoints.finish(file, of, losses, facts, found.weights if wanted else None)
-    return Fitted(losses=losses, **facts), found.weights
+        checkpoints.finish(file, of, losses, facts, found.weights if wanted else None, divergences)
+    return Fitted(losses=losses, divergences=divergences, **facts), found.weights
 
 
 def _digest(setting: Setting, head: Head, *plans: Any, seed: int) -> str:

@@ -10,7 +10,7 @@ from fullrank.results.diagnosis import Estimate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpgradedModel:
-    """What was upgraded."""
+    """A model as it came: what was upgraded, or what taught it."""
 
     name: str
     source: str
@@ -53,6 +53,21 @@ class TrainingText:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Distance:
+    """KL(teacher || head) of one head on the held-out text, nats per token."""
+
+    before: Estimate
+    """Before training."""
+    before_error: float
+    """Its standard error over blocks of text."""
+    after: Estimate
+    """Mean over the seeds; the interval is over blocks of text and seeds."""
+    after_error: float
+    """Standard error over blocks of text of the mean over seeds."""
+    after_by_seed: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedHead:
     """One output layer after its training, over several seeds."""
 
@@ -71,13 +86,16 @@ class TrainedHead:
     after_error: float
     """Standard error over blocks of text of the mean over seeds."""
     choose_loss: float
-    """Mean over the seeds on the text for choosing, normaliser estimated where rows were sampled."""
+    """Mean over the seeds on the text for choosing, normaliser estimated where rows were sampled; with a
+    teacher KL from it."""
     after_by_seed: tuple[float, ...]
     rate: float
     """Learning rate: of the body where it was trained, else a pace relative to the width."""
     steps: tuple[int, ...]
     """At the stopping point of each seed."""
     seconds: float
+    distance: Distance | None = None
+    """From the teacher; None without one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,12 +104,27 @@ class Candidate:
 
     head: str
     choose_loss: float
-    """Nats per token on the text for choosing."""
+    """Nats per token on the text for choosing; with a teacher KL from it."""
     control_loss: float
     """The same of the better of its controls after the same training."""
     seconds: float
     reason: str
     """Why it was not tried; "" where it was."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Teaching:
+    """The model that heads and controls were trained to say the same as."""
+
+    model: UpgradedModel
+    loss: Estimate
+    """Its own held-out nats per token."""
+    control: str
+    """The control that came nearest to it on the held-out text."""
+    gain: Estimate
+    """That control's KL from the teacher minus the upgraded head's, nats per token, paired by token, over
+    blocks and seeds."""
+    gain_by_seed: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +155,8 @@ class UpgradeTraining:
     candidates: tuple[Candidate, ...]
     """What `--head auto` tried; none where a head was named."""
     seconds: float
+    teacher: Teaching | None = None
+    """None where heads were trained on the text alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ import torch
 
 from fullrank.errors import FullrankError
 from fullrank.fit import checkpoints, collect, comparison, estimates
+from fullrank.fit.teacher import check_students
 from fullrank.heads import HEADS
 from fullrank.models.anatomy import longest
 from fullrank.models.loading import Loaded, quiet
 from fullrank.results import cache_directory
 from fullrank.results.upgrade import Preserved, Upgrade, UpgradedModel, UpgradeTraining
+from fullrank.upgrade import teaching, whole
 from fullrank.upgrade import training as fit
-from fullrank.upgrade import whole
 from fullrank.upgrade.upgrade import dequantised, upgrade
 
 COMPARED_TOKENS, COMPARED_WINDOW = 512, 128
@@ -58,18 +59,22 @@ def run(
     unfreeze: bool = False,
     settings: fit.Settings | None = None,
     cache: Path | None = None,
+    teacher: Callable[[], Loaded] | None = None,
     progress: fit.Progress = lambda stage, share: None,
 ) -> Outcome:
     """Upgrade a loaded model, and train its head where text is given.
 
     `default_text` trains on the text that every Python carries. `head` may be "auto", which needs text. With
-    `unfreeze` the whole model is trained, in place of the head on the body's states.
+    `unfreeze` the whole model is trained, in place of the head on the body's states. `teacher` loads a model
+    of the same tokenizer, and all is trained to say what that says of the text; its body is let go before.
     """
     settings = fit.Settings() if settings is None else settings
     options = dict(options or {})
     asked, training = head, bool(train) or default_text
     if head == "auto" and not training:
         raise FullrankError("--head auto tries heads on a text: give one with --train")
+    if teacher is not None and not training:
+        raise FullrankError("--teacher is asked what it says of a text: give one with --train")
     if unfreeze and not training:
         raise FullrankError("--unfreeze trains the whole model on a text: give one with --train")
     if unfreeze and not settings.matrix:
@@ -85,6 +90,13 @@ def run(
     if training and loaded.model.dtype != torch.float32:
         raise FullrankError(f"heads are trained in float32, the model is in {loaded.model.dtype}: load it so")
     facts = _facts(loaded)
+    taught_by: Loaded | None = None
+    if teacher is not None:
+        with _in_memory():
+            taught_by = dequantised(teacher())
+        teaching.check_tokens(loaded, taught_by)
+        window = min(settings.window, longest(taught_by.model) or settings.window)
+        settings = dataclasses.replace(settings, window=window)
     # What heads draw at their start: the same in every process.
     torch.manual_seed(settings.seed)
     with _in_memory():
@@ -105,7 +117,17 @@ def run(
         )
         model = next(iter(models.values()))
         windows = _windows(loaded, model, train, settings)
-        directory = _directory(cache, asked, models, windows.ids, facts, settings, unfreeze)
+        teacher_facts = None if taught_by is None else _facts(taught_by)
+        directory = _directory(cache, asked, models, windows.ids, facts, settings, unfreeze, teacher_facts)
+        teaches: teaching.TeacherModel | None = None
+        if taught_by is not None and teacher_facts is not None:
+            check_students(one.lm_head for one in models.values())
+            teaches = teaching.collect(
+                taught_by, teacher_facts, model.lm_head, windows, settings=settings, cache=cache,
+                progress=progress,
+            )  # fmt: skip
+            taught_by = None
+            teaching.let_go()
         text = _read(model, loaded, train, reading) if head == "auto" or not unfreeze else None
         # Before any is trained.
         kept = {name: preserved(loaded, one, train, progress) for name, one in models.items()}
@@ -117,6 +139,7 @@ def run(
                 settings=settings,
                 refused=refused,
                 directory=directory,
+                teacher=teaches,
                 progress=progress,
             )
         # A body is trained with a head that is as it came: its controls are.
@@ -124,8 +147,9 @@ def run(
         del models
         if text is None or unfreeze:
             trained = whole.fit_whole(
-                model, plain, windows, settings=settings, directory=directory, progress=progress
-            )
+                model, plain, windows, settings=settings, directory=directory, teacher=teaches,
+                progress=progress,
+            )  # fmt: skip
             found = trained if text is None else dataclasses.replace(trained, candidates=found.candidates)
     notes = loaded.notes
     if settings.align:
@@ -156,11 +180,13 @@ def _directory(
     facts: UpgradedModel,
     settings: fit.Settings,
     unfreeze: bool,
+    teacher: UpgradedModel | None,
 ) -> Path:
     """Where the trainings of this call are kept, and of no other."""
     heads = {name: one.config.head for name, one in models.items()}
     device = next(next(iter(models.values())).parameters()).device.type
-    plans = [facts.fingerprint, asked, heads, dataclasses.asdict(settings), unfreeze, device]
+    taught_by = "" if teacher is None else teacher.fingerprint
+    plans = [facts.fingerprint, asked, heads, dataclasses.asdict(settings), unfreeze, device, taught_by]
     return cache / f"training-{checkpoints.digest(plans, ids)[:24]}"
 
 

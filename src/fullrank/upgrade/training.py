@@ -3,7 +3,8 @@
 The body runs once over the text; its states are kept in files (`fit.states`). Then heads and controls are
 fitted on them as a diagnosis fits them (`fit.comparison`), so that both give one answer. Of several heads the
 best on the text for choosing is taken. The gain is what the head buys this body, frozen, on this text; not
-what a body trained with the head would reach.
+what a body trained with the head would reach. With a teacher (`teaching`) heads and controls are trained on
+KL(teacher || head), and the gain in that is recorded beside the gain in loss.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from fullrank.fit.comparison import Comparison, Progress, Settings
 from fullrank.fit.controls import CONTROLS, size
 from fullrank.heads import Head
 from fullrank.models.anatomy import longest
+from fullrank.results import Estimate
 from fullrank.results.upgrade import Candidate, TrainedHead, TrainingText, UpgradeTraining
+from fullrank.upgrade.teaching import TeacherModel, distance
+
+NOTHING = 5e-5
+"""Nats per token that are printed as 0: rounding, where head and control are the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,6 +92,7 @@ def fit(
     settings: Settings,
     refused: Mapping[str, str] | None = None,
     directory: Path | None = None,
+    teacher: TeacherModel | None = None,
     progress: Progress = lambda stage, share: None,
 ) -> tuple[str, UpgradeTraining]:
     """Train the heads of some models over one body; the name of the best, whose trained head stays in its
@@ -102,13 +109,12 @@ def fit(
             f"{known[0]} is what an upgraded head is held against: name another head to train, such as mos"
         )
     started = time.monotonic()
-    setting = comparison.setting_for(list(heads.values()), plain, text.parts, settings)
+    setting = comparison.setting_for(list(heads.values()), plain, text.parts, settings, teacher)
     found = comparison.compare(setting, heads, settings=settings, directory=directory, progress=progress)
     name = found.best
     model = models[name]
-    best, control = found.fits[name], found.control
+    best, gained = found.fits[name], found.gain_over_best(name, found.losses)
     tried = _candidates(found, refused or {}) if len(heads) > 1 else ()
-    differences = found.differences(name, control)
     saved = min(range(len(best)), key=lambda seed: best[seed].choose_loss)
     record = UpgradeTraining(
         text=text.facts,
@@ -117,14 +123,15 @@ def fit(
         exact=found.setting.sampled is None,
         seeds=settings.seeds,
         fits=tuple(_row(found, one) for one in (*CONTROLS, name)),
-        control=control,
-        gain=found.gain(name),
-        gain_by_seed=tuple(float(one.double().mean()) for one in differences),
+        control=gained.control,
+        gain=gained.mean,
+        gain_by_seed=gained.by_seed,
         saved_seed=saved,
         saved_loss=float(best[saved].losses.double().mean()),
         untied=_tied(model) and settings.matrix,
         candidates=tried,
         seconds=time.monotonic() - started,
+        teacher=None if teacher is None else teacher.record(found.gain_over_best(name), setting.limit),
     )
     with torch.no_grad():
         found.fitted(name).into(model.lm_head)
@@ -151,19 +158,31 @@ def _candidates(found: Comparison, refused: Mapping[str, str]) -> tuple[Candidat
 
 
 def worth_it(record: UpgradeTraining) -> bool:
-    """Whether the whole interval of the gain over the better control lies above zero."""
-    return record.gain.low > 0
+    """Whether the whole interval of the gain over the better control, in what was trained on, lies above
+    zero."""
+    gain = record.gain if record.teacher is None else record.teacher.gain
+    return gain.low > 0 and abs(gain.value) >= NOTHING
 
 
 def verdict(head: str, record: UpgradeTraining) -> str:
-    """The gain in one sentence."""
-    gain = record.gain
+    """The gain in one sentence; with a teacher the gain in KL, and then the gain in loss."""
+    plain = _sentence(head, record.gain, record.control)
+    taught = record.teacher
+    if taught is None:
+        return plain
+    near = f"In KL from {taught.model.name}, {_sentence(head, taught.gain, taught.control)}"
+    return f"{near} In loss on the text, {plain}"
+
+
+def _sentence(head: str, gain: Estimate, control: str) -> str:
     figures = f"{gain.value:+.4f} nats per token (95%: {gain.low:+.4f} to {gain.high:+.4f})"
-    over = f"over {record.control}, the better control"
-    if worth_it(record):
+    over = f"over {control}, the better control"
+    if abs(gain.value) < NOTHING:
+        return f"{head} showed no gain {over}: {figures}."
+    if gain.low > 0:
         return f"{head} gained {figures} {over}."
     if gain.high < 0:
-        return f"{head} lost against {record.control}, the better control: its gain is {figures}."
+        return f"{head} lost against {control}, the better control: its gain is {figures}."
     return f"{head} showed no gain {over}: {figures}, an interval with 0 in it."
 
 
@@ -193,4 +212,5 @@ def _row(found: Comparison, name: str) -> TrainedHead:
         rate=fits[0].rate,
         steps=tuple(one.steps for one in fits),
         seconds=found.seconds[name],
+        distance=distance(found.original_divergences, found.divergences(name), blocks),
     )

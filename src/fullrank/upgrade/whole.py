@@ -3,7 +3,7 @@
 Each control and the upgraded head gets a copy of the body and the same training by the one loop of fits
 (`fit.loop`): windows of text, learning rates raced from the same grid, steady until the curve on the text for
 choosing is flat, a fall to zero. The best weights are kept, and judged on text that nothing was chosen on. A
-matrix that is tied stays tied.
+matrix that is tied stays tied. With a teacher (`teaching`) all are trained on KL(teacher || model).
 
 Crash-safe as that loop is: the same call goes on from the last checkpoint and ends with the same numbers. The
 files are removed by the caller, with the directory.
@@ -24,10 +24,13 @@ from torch import Tensor, nn
 from fullrank.errors import FullrankError
 from fullrank.fit import checkpoints, controls, estimates, loop, states
 from fullrank.fit.collect import Windows
-from fullrank.fit.comparison import Progress, Settings
+from fullrank.fit.comparison import Gain, Progress, Settings, gain_over
+from fullrank.fit.teacher import Teacher, check_students
 from fullrank.heads import CacheHead, Head
 from fullrank.heads.alignment import alignment_loss
+from fullrank.heads.rows import RowHead
 from fullrank.results.upgrade import TrainedHead, TrainingText, UpgradeTraining
+from fullrank.upgrade.teaching import TeacherModel, distance
 
 RATES = (2e-5, 8e-5)
 """Learning rates of what the original has, body and matrix, to begin with."""
@@ -61,6 +64,8 @@ class Found:
     choose_loss: float
     rate: float
     steps: int
+    divergences: Tensor | None = None
+    """[held-out tokens] from the teacher, in nats."""
 
 
 def fit_whole(
@@ -70,6 +75,7 @@ def fit_whole(
     *,
     settings: Settings,
     directory: Path,
+    teacher: TeacherModel | None = None,
     progress: Progress = lambda stage, share: None,
 ) -> UpgradeTraining:
     """Train copies of `model` with both controls and with its own head; the best seed's weights stay in it.
@@ -81,6 +87,8 @@ def fit_whole(
         raise FullrankError(
             f"{head.name} is what an upgraded head is held against: name another head to train, such as mos"
         )
+    if teacher is not None:
+        check_students([head])
     started = time.monotonic()
     parts = _split(windows.ids.to(next(model.parameters()).device))
     heads: dict[str, Head] = {
@@ -88,13 +96,13 @@ def fit_whole(
         head.name: head,
     }
     size = float(states.head_states(model, parts.fit[:1])[0].square().mean().sqrt())
-    of = _digest(model, parts, settings)
+    of = _digest(model, parts, settings, teacher)
     found: dict[str, list[Found]] = {}
-    before: dict[str, Tensor] = {}
+    before: dict[str, tuple[Tensor, Tensor | None]] = {}
     seconds: dict[str, float] = {}
     for place, (name, one) in enumerate(heads.items()):
         begun = time.monotonic()
-        before[name] = _losses(_copy(model, one, size, settings.seed), parts.held_out)
+        before[name] = _judged(Whole(_copy(model, one, size, settings.seed), parts, 0.0, teacher))
         found[name] = []
         for seed in range(settings.seeds):
 
@@ -112,7 +120,7 @@ def fit_whole(
             file = _file(directory / name, settings.seed + seed)
 
             def start(one: Head = one, seed: int = seed) -> Whole:
-                return Whole(_copy(model, one, size, settings.seed + seed), parts, settings.align)
+                return Whole(_copy(model, one, size, settings.seed + seed), parts, settings.align, teacher)
 
             found[name].append(
                 _train(start, plan, settings.seed + seed, file, of, wanted=one is head, progress=report)
@@ -122,10 +130,14 @@ def fit_whole(
     blocks = torch.arange(len(parts.held_out))[:, None].expand(-1, length)
     blocks = (blocks * -(-length // estimates.BLOCK) + torch.arange(length) // estimates.BLOCK).flatten()
     best = found[head.name]
-    control = min(
-        controls.CONTROLS, key=lambda name: sum(float(one.losses.double().mean()) for one in found[name])
-    )
-    differences = [other.losses - one.losses for other, one in zip(found[control], best, strict=True)]
+
+    def gained(values: Callable[[Found], Tensor | None]) -> Gain:
+        def of_all(name: str) -> list[Tensor]:
+            return [one for one in map(values, found[name]) if one is not None]
+
+        return gain_over(of_all, head.name, controls.CONTROLS, blocks)
+
+    gain = gained(lambda one: one.losses)
     saved = min(range(len(best)), key=lambda seed: best[seed].choose_loss)
     _load(model, _file(directory / head.name, settings.seed + saved), of)
     return UpgradeTraining(
@@ -145,14 +157,17 @@ def fit_whole(
             _row(name, one, model, found[name], before[name], blocks, seconds[name])
             for name, one in heads.items()
         ),
-        control=control,
-        gain=estimates.mean_over_seeds(differences, blocks),
-        gain_by_seed=tuple(float(one.double().mean()) for one in differences),
+        control=gain.control,
+        gain=gain.mean,
+        gain_by_seed=gain.by_seed,
         saved_seed=saved,
         saved_loss=float(best[saved].losses.double().mean()),
         untied=False,
         candidates=(),
         seconds=time.monotonic() - started,
+        teacher=None
+        if teacher is None
+        else teacher.record(gained(lambda one: one.divergences), settings.memory // 4),
     )
 
 
@@ -182,8 +197,8 @@ def _copy(model: Any, head: Head, size: float, seed: int) -> Any:
 class Whole:
     """A model as the loop sees it (`loop.Learner`): windows are its examples."""
 
-    def __init__(self, model: Any, parts: Split, align: float) -> None:
-        self.model, self.parts, self.align = model.train(), parts, align
+    def __init__(self, model: Any, parts: Split, align: float, teacher: Teacher | None = None) -> None:
+        self.model, self.parts, self.align, self.teacher = model.train(), parts, align, teacher
 
     @property
     def examples(self) -> int:
@@ -213,10 +228,15 @@ class Whole:
         return [group for group in groups if group["params"]]
 
     def loss(self, chosen: Tensor) -> Tensor:
-        return _loss(self.model, self.parts.fit[chosen], self.align)
+        ids, teacher = self.parts.fit[chosen], self.teacher
+        if teacher is None:
+            return _loss(self.model, ids, self.align)
+        return _divergence(self.model, ids, teacher, teacher.parts.fit.windows(chosen), "mean")
 
     def choose_loss(self) -> float:
-        found = _mean(_losses(self.model, self.parts.choose))
+        ids, teacher = self.parts.choose, self.teacher
+        taught = None if teacher is None else _divergences(self.model, ids, teacher, teacher.parts.choose)
+        found = _mean(_losses(self.model, ids) if taught is None else taught)
         self.model.train()
         return found
 
@@ -237,16 +257,16 @@ def _train(
     facts = checkpoints.finished(kept)
     if kept is not None and facts is not None:
         progress(1.0)
-        return Found(losses=kept[0]["losses"], **facts)
+        return Found(losses=kept[0]["losses"], divergences=kept[0].get("divergences"), **facts)
     ended = loop.fit(start, plan, seed=seed, file=file, of=name, progress=progress)
     judged = start()
     with torch.no_grad():
         for which, parameter in judged.trained():
             parameter.copy_(ended.weights[which])
-    losses = _losses(judged.model, judged.parts.held_out)
+    losses, divergences = _judged(judged)
     facts = {"choose_loss": ended.choose_loss, "rate": ended.rate, "steps": ended.steps}
-    checkpoints.finish(file, name, losses, facts, ended.weights if wanted else None)
-    return Found(losses=losses, **facts)
+    checkpoints.finish(file, name, losses, facts, ended.weights if wanted else None, divergences)
+    return Found(losses=losses, divergences=divergences, **facts)
 
 
 def _loss(model: Any, ids: Tensor, align: float) -> Tensor:
@@ -260,17 +280,42 @@ def _loss(model: Any, ids: Tensor, align: float) -> Tensor:
     return cast(Tensor, head(states, targets, context=context)) + align * ranking
 
 
+def _divergence(model: Any, ids: Tensor, teacher: Teacher, part: states.Part, reduction: str) -> Tensor:
+    """Nats per token from what a teacher says of the same windows, differentiable."""
+    read = model.head_inputs(ids[:, :-1]).states
+    return cast(RowHead, model.lm_head).divergence(read, teacher.says(part.states), reduction=reduction)
+
+
+@torch.no_grad()
+def _divergences(model: Any, ids: Tensor, teacher: Teacher, part: states.Part) -> Tensor:
+    """[tokens] nats."""
+    model.eval()
+    pieces = torch.arange(len(ids), device=ids.device).split(BATCH)
+    found = [_divergence(model, ids[one], teacher, part.windows(one), "none").flatten() for one in pieces]
+    return torch.cat(found).clamp_(min=0.0).cpu()
+
+
+def _judged(whole: Whole) -> tuple[Tensor, Tensor | None]:
+    """[held-out tokens] losses, and divergences from the teacher where there is one."""
+    ids, teacher = whole.parts.held_out, whole.teacher
+    losses = _losses(whole.model, ids)
+    return losses, None if teacher is None else _divergences(
+        whole.model, ids, teacher, teacher.parts.held_out
+    )
+
+
 def _file(directory: Path, seed: int) -> Path:
     return directory / f"seed{seed}.safetensors"
 
 
-def _digest(model: Any, parts: Split, settings: Settings) -> str:
+def _digest(model: Any, parts: Split, settings: Settings, teacher: Teacher | None) -> str:
     """Of all that the trainings' numbers depend on, but for what a file's name says."""
     # What the head draws at its start is drawn anew for each seed.
     body = [value for name, value in model.named_parameters() if not name.startswith("lm_head.")]
     head = [model.config.head, model.lm_head.decoder.weight]
     plans = [dataclasses.asdict(settings), RATES, ADDED, BATCH]
-    return checkpoints.digest(*plans, *head, parts.fit, parts.choose, parts.held_out, *body)
+    taught = [] if teacher is None else teacher.digest()
+    return checkpoints.digest(*plans, *head, parts.fit, parts.choose, parts.held_out, *body, *taught)
 
 
 def _name(of: str, file: Path) -> str:
@@ -305,8 +350,15 @@ def _mean(losses: Tensor) -> float:
 
 
 def _row(
-    name: str, head: Head, model: Any, found: Sequence[Found], before: Tensor, blocks: Tensor, seconds: float
+    name: str,
+    head: Head,
+    model: Any,
+    found: Sequence[Found],
+    start: tuple[Tensor, Tensor | None],
+    blocks: Tensor,
+    seconds: float,
 ) -> TrainedHead:
+    before, apart = start
     mean = torch.stack([one.losses for one in found]).mean(dim=0)
     body = sum(parameter.numel() for parameter in model.model.parameters())
     tied = model.get_input_embeddings().weight is model.lm_head.decoder.weight
@@ -324,4 +376,5 @@ def _row(
         rate=found[0].rate,
         steps=tuple(one.steps for one in found),
         seconds=seconds,
+        distance=distance(apart, [one.divergences for one in found if one.divergences is not None], blocks),
     )

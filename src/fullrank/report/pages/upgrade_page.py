@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fullrank.report.charts.axis import Axis
 from fullrank.report.charts.intervals import Intervals, Mark
 from fullrank.report.charts.theme import HIGH_RANK_COLOUR, MUTED, SOFTMAX_COLOUR, Key
@@ -74,36 +76,41 @@ def collapse_page(record: Collapse) -> Page:
 
 
 def _training(found: UpgradeTraining, record: Upgrade) -> tuple[Section, ...]:
-    picture, gains = losses(found), gain(found, record.head)
+    taught = found.teacher
+    of = "loss" if taught is None else "KL from the teacher"
     how = "each with a copy of the body" if found.unfrozen else "on states of the frozen body"
+    trained = (
+        f"Every head starts as the original and is trained in the same way, {how}: same text, same rows of "
+        "the output matrix, same learning rates to choose from, same stopping rule. Further left is better."
+    )
+    if taught is not None:
+        trained += (
+            f" All were trained to say what {shown(taught.model.name)} says of the text, on KL(teacher ‖ "
+            f"head). Its own loss there is {with_interval(taught.loss)} nats per token."
+        )
     sections = [
         Section(
             title="Before and after training",
-            text=(
-                f"Every head starts as the original and is trained in the same way, {how}: same text, same "
-                "rows of the output matrix, same learning rates to choose from, same stopping rule. Further "
-                "left is better.",
-            ),
+            text=(trained,),
             chart=_chart(
-                picture,
-                "Held-out loss before and after training, by head, nats per token",
+                losses(found) if taught is None else distances(found),
+                f"Held-out {of} before and after training, by head, nats per token",
                 "All figures are in the table below.",
             ),
             table=_heads(found),
         ),
-        Section(
-            title=f"Gain over {CONTROLS.get(found.control, found.control)}",
-            text=(
-                "The loss of the better control minus that of the upgraded head, token by token on the same "
-                "held-out text. An interval with 0 in it shows no gain. It is what the head buys this body "
-                f"{'after this training' if found.unfrozen else 'frozen'}, on this text; not what a body "
-                "trained with it from the start would reach.",
-            ),
-            chart=_chart(
-                gains, "Gain over the better control, nats per token", f"The mean is {figure(found.gain)}."
-            ),
-        ),
     ]
+    if taught is not None:
+        sections.append(
+            _gain(
+                record.head, found, taught.control, taught.gain, taught.gain_by_seed,
+                title="Nearer to the teacher than", of="KL from the teacher",
+            )
+        )  # fmt: skip
+    title = "Gain over" if taught is None else "Gain in loss over"
+    sections.append(
+        _gain(record.head, found, found.control, found.gain, found.gain_by_seed, title=title, of="loss")
+    )
     if found.candidates:
         sections.append(
             Section(
@@ -112,7 +119,7 @@ def _training(found: UpgradeTraining, record: Upgrade) -> tuple[Section, ...]:
                     caption="Each after a short training, on the text for choosing.",
                     columns=(
                         Column(name="head"),
-                        Column(name="loss", unit="nats per token"),
+                        Column(name=of, unit="nats per token"),
                         Column(name="better control", unit="nats per token"),
                         Column(name="time", unit="seconds"),
                         Column(name="left out because"),
@@ -147,20 +154,61 @@ def _training(found: UpgradeTraining, record: Upgrade) -> tuple[Section, ...]:
     return tuple(sections)
 
 
+def _gain(
+    head: str,
+    found: UpgradeTraining,
+    control: str,
+    mean: Estimate,
+    by_seed: tuple[float, ...],
+    *,
+    title: str,
+    of: str,
+) -> Section:
+    return Section(
+        title=f"{title} {CONTROLS.get(control, control)}",
+        text=(
+            f"The {of} of the better control minus that of the upgraded head, token by token on the same "
+            "held-out text. An interval with 0 in it shows no gain. It is what the head buys this body "
+            f"{'after this training' if found.unfrozen else 'frozen'}, on this text; not what a body "
+            "trained with it from the start would reach.",
+        ),
+        chart=_chart(
+            gain(head, mean, by_seed),
+            "Gain over the better control, nats per token",
+            f"The mean is {figure(mean)}.",
+        ),
+    )
+
+
 def losses(found: UpgradeTraining) -> Intervals:
-    """Each head's held-out loss: a ring before training, a dot after it."""
+    """Each head's held-out loss."""
+    return _before_and_after(found, "held-out loss", [(one.before, one.after) for one in found.fits])
+
+
+def distances(found: UpgradeTraining) -> Intervals:
+    """Each head's KL from the teacher on held-out text."""
+    far = [one.distance for one in found.fits]
+    return _before_and_after(
+        found, "KL(teacher ‖ head)", [(one.before, one.after) for one in far if one is not None]
+    )
+
+
+def _before_and_after(
+    found: UpgradeTraining, of: str, values: Sequence[tuple[Estimate, Estimate]]
+) -> Intervals:
+    """A ring before training, a dot after it."""
     names = tuple(_label(one) for one in found.fits)
     marks = []
-    for name, one in zip(names, found.fits, strict=True):
+    for name, one, (before, after) in zip(names, found.fits, values, strict=True):
         colour = SOFTMAX_COLOUR if one.head in CONTROLS else HIGH_RANK_COLOUR
-        for words, shape, estimate in (("before", "ring", one.before), ("after", "dot", one.after)):
-            marks.append(_mark(name, words, shape, estimate, MUTED if words == "before" else colour))
+        marks.append(_mark(name, "before", "ring", before, MUTED))
+        marks.append(_mark(name, "after", "dot", after, colour))
     return Intervals(
-        x=Axis(title="held-out loss, nats per token"),
+        x=Axis(title=f"{of}, nats per token"),
         rows=names,
         marks=tuple(marks),
         models=("before", "after"),
-        figures=tuple(figure(one.after) for one in found.fits),
+        figures=tuple(figure(after) for _, after in values),
         legend=(
             Key(label="before training", colour=MUTED, mark="ring"),
             Key(label="after, control", colour=SOFTMAX_COLOUR, mark="dot"),
@@ -169,12 +217,12 @@ def losses(found: UpgradeTraining) -> Intervals:
     )
 
 
-def gain(found: UpgradeTraining, head: str) -> Intervals:
+def gain(head: str, mean: Estimate, by_seed: tuple[float, ...]) -> Intervals:
     """The gain with its interval, and that of every seed."""
-    mean = f"{shown(head)}, all seeds"
-    rows = (mean, *(f"seed {number}" for number in range(len(found.gain_by_seed))))
-    marks = [_mark(mean, "", "dot", found.gain, HIGH_RANK_COLOUR)]
-    for row, value in zip(rows[1:], found.gain_by_seed, strict=True):
+    first = f"{shown(head)}, all seeds"
+    rows = (first, *(f"seed {number}" for number in range(len(by_seed))))
+    marks = [_mark(first, "", "dot", mean, HIGH_RANK_COLOUR)]
+    for row, value in zip(rows[1:], by_seed, strict=True):
         marks.append(
             Mark(
                 row=row, model="", value=value, colour=HIGH_RANK_COLOUR, shape="tick",
@@ -186,7 +234,7 @@ def gain(found: UpgradeTraining, head: str) -> Intervals:
         rows=rows,
         marks=tuple(marks),
         models=("",),
-        figures=(figure(found.gain), *(figure(value) for value in found.gain_by_seed)),
+        figures=(figure(mean), *(figure(value) for value in by_seed)),
         lines=(0.0,),
     )
 
@@ -215,12 +263,16 @@ def _label(one: TrainedHead) -> str:
 
 
 def _heads(found: UpgradeTraining) -> Table:
+    taught = found.teacher is not None
+    of = "loss " if taught else ""
+    near = (Column(name="KL before"), Column(name="KL after")) if taught else ()
     return Table(
         caption="Nats per token on the held-out text; intervals of 95% over blocks of text, and over seeds.",
         columns=(
             Column(name="head"),
-            Column(name="before"),
-            Column(name="after"),
+            *near,
+            Column(name=f"{of}before"),
+            Column(name=f"{of}after"),
             Column(name="own parameters", unit="without the matrix"),
             Column(name="trained", unit="parameters"),
             Column(name="learning rate", unit="relative"),
@@ -229,12 +281,16 @@ def _heads(found: UpgradeTraining) -> Table:
         ),
         rows=tuple(
             (
-                _label(one), one.before, one.after, one.parameters, one.trained, one.rate,
+                _label(one), *_far(one), one.before, one.after, one.parameters, one.trained, one.rate,
                 ", ".join(map(str, one.steps)), one.seconds,
             )
             for one in found.fits
         ),
     )  # fmt: skip
+
+
+def _far(one: TrainedHead) -> tuple[Estimate, ...]:
+    return () if one.distance is None else (one.distance.before, one.distance.after)
 
 
 def _preserved(record: Upgrade) -> tuple[Section, ...]:
