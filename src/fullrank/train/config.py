@@ -96,6 +96,17 @@ HOW = frozenset(
 """Settings of how a run goes, which may change when it is continued; all others are what it learns."""
 
 
+MOST_OF_ALL = 10**12
+"""Of any setting: no run has more steps, tokens or entries than that."""
+MOST = {
+    "seed": 2**63 - 1,
+    "body.layers": 10_000,
+    "head.contexts": 10_000,
+    "steps": 10**10,
+    "epochs": 10**7,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole training run."""
@@ -152,6 +163,13 @@ class Config:
 
     def __post_init__(self) -> None:
         Budget.parse(self.budget)
+        for path in paths():
+            value, most = _value(self, path), MOST.get(path, MOST_OF_ALL)
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, int | float) and not abs(number) <= most:
+                    raise FullrankError(
+                        f"{path}={str(number)[:40]} is beyond all use: expected {most:,} at most"
+                    )
         positive = ("batch", "length", "accumulate", "evaluate_batch", "keep")
         for name in positive:
             if getattr(self, name) < 1:
