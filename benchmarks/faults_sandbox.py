@@ -28,6 +28,8 @@ def write_model(directory: Path, *, vocabulary: int = 300, width: int = 32) -> N
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from fullrank.models.loading import quiet
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +45,8 @@ def write_model(directory: Path, *, vocabulary: int = 300, width: int = 32) -> N
         num_key_value_heads=2, intermediate_size=2 * width, max_position_embeddings=256, bos_token_id=0,
         eos_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
+    with quiet():
+        LlamaForCausalLM(config).save_pretrained(directory)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end).save_pretrained(
         directory
     )

@@ -21,6 +21,7 @@ TRUE = {
     "llama": ({"tie_word_embeddings": False}, 6_738_415_616),
     "gpt_neox": ({}, 20_554_567_680),
     "mixtral": ({}, 46_702_792_704),
+    "qwen3_moe": ({}, 15_350_731_776),
 }
 """Families at their default sizes, and the parameters that they have."""
 

@@ -126,11 +126,11 @@ def header(path: Path) -> dict[str, str]:
 
 
 def stored(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Tensors in the files of a checkpoint, and entries in all of them; pickles, which are not opened, are
-    taken to hold a tensor a byte."""
+    """Tensors in the files of a checkpoint, and entries in all of them; of pickles, which are not opened, at
+    most so many tensors and about so many entries."""
     if checkpoint.pickled:
         size = sum(file.stat().st_size for file in checkpoint.weights)
-        return size, size
+        return size, size // 4
     counts = [count for file in checkpoint.weights for _, count in _tensors(file).values()]
     return len(counts), sum(counts)
 

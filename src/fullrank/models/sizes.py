@@ -22,6 +22,9 @@ from fullrank.heads.registry import SLACK
 from fullrank.results.reading import memory
 
 MOST_LAYERS = 10_000
+UNLIKE = 64
+"""Times what its files hold beyond which a configuration is of another model: packed and shared weights are
+stored with less than they make."""
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -30,6 +33,7 @@ NAMES = {
     "vocabulary": ("vocab_size",),
     "positions": ("n_positions",),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "expert_inner": ("moe_intermediate_size", "expert_intermediate_size"),
     "head_width": ("head_dim",),
     "attention_heads": ("num_attention_heads", "n_head", "n_heads"),
 }
@@ -45,7 +49,9 @@ def parameters(config: Any) -> int:
             f"the configuration asks for {layers:,} layers, expected {MOST_LAYERS:,} at most: correct it"
         )
     attention = max(width, found["head_width"] * found["attention_heads"])
-    inner = (found["inner"] or 4 * width) * max(1, found["experts"])
+    inner = found["inner"] or 4 * width
+    if found["experts"]:
+        inner = max(inner, found["experts"] * (found["expert_inner"] or inner))
     entries = max(found["vocabulary"], _size(config, "vocabulary")) + found["positions"]
     own = getattr(config, "head", None)
     head = registry.parameters(**own) if isinstance(own, dict) and "hidden" in own else 0
@@ -78,7 +84,7 @@ def require_stored(config: Any, directory: Any, tensors: int, stored: int, *, it
             f"the {stored:,} weights in {directory} take {_gib(stored * itemsize)} where this machine has "
             f"{_gib(memory())}: give --dtype bfloat16, --device-map auto, or a smaller model"
         )
-    if count * itemsize > SLACK * memory() and count > 4 * SLACK * stored:
+    if count * itemsize > SLACK * memory() and count > UNLIKE * stored:
         raise FullrankError(
             f"config.json in {directory} makes about {count:.1e} parameters, its files hold {stored:,}: "
             "configuration and weights are of different models, save them together"
