@@ -163,13 +163,6 @@ class Config:
 
     def __post_init__(self) -> None:
         Budget.parse(self.budget)
-        for path in paths():
-            value, most = _value(self, path), MOST.get(path, MOST_OF_ALL)
-            for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, int | float) and not abs(number) <= most:
-                    raise FullrankError(
-                        f"{path}={str(number)[:40]} is beyond all use: expected {most:,} at most"
-                    )
         positive = ("batch", "length", "accumulate", "evaluate_batch", "keep")
         for name in positive:
             if getattr(self, name) < 1:
@@ -201,6 +194,13 @@ class Config:
                     f"optimiser.{name}={getattr(self.optimiser, name)} is no rate: expected above 0 and at "
                     "most 1e9"
                 )
+        for path in paths():
+            value, most = _value(self, path), MOST.get(path, MOST_OF_ALL)
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, int | float) and not abs(number) <= most:
+                    raise FullrankError(
+                        f"{path}={str(number)[:40]} is beyond all use: expected {most:,} at most"
+                    )
 
 
 def _value(config: Config, path: str) -> Any:
