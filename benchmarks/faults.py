@@ -231,7 +231,7 @@ def run_all(wanted: list[Job], config: Config) -> Iterator[dict[str, Any]]:
 
 def main(config: Config) -> None:
     faults_sandbox.only_one_thread()
-    made = provenance(seed=config.seed, device="cpu")
+    made = dataclasses.replace(provenance(seed=config.seed, device="cpu"), commit=faults_sandbox.commit())
     rows, console = earlier(config.out), Console(width=140)
     wanted = jobs(config)
     for row in run_all(missing(wanted, rows, config.seed, made.commit), config):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ TRAINING = [
     "length=8", "--set", "data.bpe_size=300", "--set", "evaluate_tokens=256", "--set", "final_tokens=512",
     "--track", "none", "--device", "cpu",
 ]  # fmt: skip
+ROOT = Path(__file__).parents[1]
 LIMIT = 60.0
 """Seconds after which a command hangs."""
 
@@ -208,9 +210,13 @@ def shown(arguments: Sequence[str], place: Path) -> str:
 
 
 def commit() -> str:
+    """Of the source tree; what a run itself writes, figures and their page, is no change of it."""
     from fullrank.results import provenance
 
-    return provenance(seed=None, device="cpu").commit
+    found = provenance(seed=None, device="cpu").commit
+    own = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!docs"]
+    changed = subprocess.run(own, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return found if changed else found.removesuffix("+changes")
 
 
 def only_one_thread() -> None:
