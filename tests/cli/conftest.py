@@ -6,6 +6,10 @@ import importlib.util
 
 import pytest
 
+from tests.tiny_checkpoints import tiny_checkpoint, tiny_tokenizer
+
+__all__ = ["tiny_checkpoint", "tiny_tokenizer"]
+
 BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
 
 

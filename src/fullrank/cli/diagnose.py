@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from fullrank.cli import amounts
 from fullrank.cli.progress import Bar, device_of, stops_at_sigterm
 from fullrank.errors import FullrankError
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS
@@ -203,12 +203,8 @@ def _settings(options: Diagnose) -> Settings:
     if options.quick and options.thorough:
         raise FullrankError("--quick and --thorough were both given: leave one out")
     least = {"tokens": 256, "window": 16, "components": 2, "seeds": 1, "seed": 0, "batch_size": 1}
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if isinstance(value, int) and value < bound:
-            raise FullrankError(f"--{name.replace('_', '-')} is {value}, expected {bound} or more")
-    if options.memory is not None and not 0.1 <= options.memory < math.inf:
-        raise FullrankError(f"--memory is {options.memory} GiB, expected 0.1 or more")
+    amounts.check(options, least)
+    memory = None if options.memory is None else amounts.memory_bytes(options.memory)
     if options.search_seconds is not None and not options.search_seconds >= 1:
         raise FullrankError(f"--search-seconds is {options.search_seconds}, expected 1 or more")
     given = {
@@ -216,8 +212,8 @@ def _settings(options: Diagnose) -> Settings:
         for name in ("tokens", "window", "components", "seeds", "search_seconds")
         if getattr(options, name) is not None
     }
-    if options.memory is not None:
-        given["memory"] = int(options.memory * 2**30)
+    if memory is not None:
+        given["memory"] = memory
     budget = QUICK if options.quick else THOROUGH if options.thorough else USUAL
     return dataclasses.replace(budget, seed=options.seed, **given)
 

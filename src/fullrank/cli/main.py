@@ -44,6 +44,7 @@ DESCRIPTION = """Measure and break the softmax bottleneck of language models.
 `fullrank --version` prints the version; `fullrank COMMAND --help` explains a command."""
 
 DEBUG = "FULLRANK_DEBUG"
+NO_MEMORY = "this machine has not enough memory for it: ask for less, or use a larger one"
 
 
 def main() -> None:
@@ -73,11 +74,16 @@ def run(arguments: list[str]) -> int:
         return _complain("interrupted; nothing further was written", 130)
     except BrokenPipeError:
         raise
+    except MemoryError:
+        return _complain(NO_MEMORY, 2)
     except OSError as error:
         return _complain(f"{error}: check the path and its permissions", 2)
     except Exception as error:
         if os.environ.get(DEBUG):
             raise
+        if "not enough memory" in str(error):
+            # What torch's allocator says, as a RuntimeError.
+            return _complain(NO_MEMORY, 2)
         return _complain(
             f"a mistake of ours, {type(error).__name__}: {error}; run again with {DEBUG}=1 and "
             "report what it prints",

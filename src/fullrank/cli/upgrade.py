@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from fullrank.cli import amounts
 from fullrank.cli.progress import Bar, device_name, device_of
 from fullrank.errors import FullrankError
 
@@ -165,19 +165,13 @@ def settings_of(options: Any) -> Settings:
     from fullrank.fit.comparison import Settings
 
     least = {"seeds": 1, "tokens": 256, "window": 16, "epochs": 1, "rows": 1, "seed": 0, "components": 1}
-    for name, bound in least.items():
-        value = getattr(options, name, None)
-        if value is not None and value < bound:
-            raise FullrankError(f"--{name} is {value}, expected {bound} or more")
-    memory = options.memory
-    if memory is not None and not 0.1 <= memory < math.inf:
-        raise FullrankError(f"--memory is {memory} GiB, expected 0.1 or more")
+    amounts.check(options, least)
     names = ("seeds", "tokens", "window", "epochs", "rows")
     given: dict[str, Any] = {
         name: value for name in names if (value := getattr(options, name, None)) is not None
     }
-    if memory is not None:
-        given["memory"] = int(memory * 2**30)
+    if options.memory is not None:
+        given["memory"] = amounts.memory_bytes(options.memory)
     if getattr(options, "align", False):
         given["align"] = 1.0
     return Settings(seed=options.seed, matrix=not getattr(options, "keep_tied", False), **given)

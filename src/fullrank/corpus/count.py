@@ -26,6 +26,7 @@ from fullrank.corpus.engines import Columns, Resources, check_engine, counted
 from fullrank.corpus.windows import MIX, Packing, mixed
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
+from fullrank.results.reading import read_json
 
 ARRAYS = {
     "indptr": "<i8",
@@ -193,7 +194,7 @@ class _Arrays:
         self.part = self._contexts = self._entries = self._rows = self.windows = 0
         lengths = dict.fromkeys(ARRAYS, HEADER)
         with contextlib.suppress(OSError, ValueError, KeyError):
-            state = json.loads((folder / STATE).read_text(encoding="utf8"))
+            state = read_json(folder / STATE)
             if all(_size(self._path(name)) >= state["lengths"][name] for name in ARRAYS):
                 lengths = state["lengths"]
                 self.part, self._contexts, self._entries = state["part"], state["contexts"], state["entries"]

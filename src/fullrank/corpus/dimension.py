@@ -28,6 +28,7 @@ from fullrank.corpus.table import CONSTRUCTIONS, Left, Table, spans, table
 from fullrank.errors import FullrankError
 from fullrank.results import Corpus, CorpusCurve, CorpusNull
 from fullrank.results.files import from_plain, to_plain, write_whole
+from fullrank.results.reading import read_json
 from fullrank.text import stages
 
 CURVE = "curve.json"
@@ -162,7 +163,7 @@ def _kept(
     except _NoTable as error:
         notes.append(str(error))
         return None
-    data = json.loads((folder / CURVE).read_text(encoding="utf8"))
+    data = read_json(folder / CURVE)
     notes += [note for note in data["notes"] if note not in notes]
     return from_plain(CorpusCurve, data["curve"])
 

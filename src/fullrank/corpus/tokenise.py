@@ -29,6 +29,7 @@ from fullrank.corpus.plan import Plan
 from fullrank.corpus.windows import Packing
 from fullrank.errors import FullrankError
 from fullrank.results.files import sha256, write_whole
+from fullrank.results.reading import read_json, read_text
 from fullrank.text import sources, tokenisers
 from fullrank.text import workers as pool
 from fullrank.text.documents import Fragment, Read, first_cut
@@ -176,7 +177,7 @@ def _continue(folder: Path, made: Plan) -> None:
     """Keep what an earlier run left if it was cut in the same way."""
     text = json.dumps({**made.__dict__}, sort_keys=True)
     path = folder / PLAN
-    if not path.is_file() or path.read_text(encoding="utf8") != text:
+    if not path.is_file() or read_text(path) != text:
         for left in folder.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         write_whole(path, text)
@@ -190,7 +191,7 @@ def _done(folder: Path, number: int) -> dict[str, Any] | None:
     """What an earlier run wrote about a batch, if its file is whole."""
     path = folder / _name(number)
     try:
-        found: dict[str, Any] = json.loads(path.with_suffix(".json").read_text(encoding="utf8"))
+        found: dict[str, Any] = read_json(path.with_suffix(".json"))
         if found["bytes"] and (path.stat().st_size != found["bytes"] or sha256(path) != found["sha256"]):
             return None
     except (OSError, ValueError, KeyError):

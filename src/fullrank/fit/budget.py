@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from fullrank.errors import FullrankError
 
 Measure = Literal["tokens", "flops", "seconds"]
+MOST = {"tokens": 1e16, "flops": 1e30, "seconds": 1e10}
 PACED = 32
 """Steps after which the pace of a run with a budget of seconds is known."""
 WARMING = 8
@@ -36,10 +37,10 @@ class Budget:
             number = float(amount)
         except ValueError:
             number = 0.0
-        if measure not in get_args(Measure) or not 0 < number < float("inf"):
+        if measure not in get_args(Measure) or not 0 < number <= MOST[measure]:
             raise FullrankError(
                 f"budget={text!r} is none: expected tokens=, flops= or seconds= and a number above 0, such "
-                "as tokens=2e9"
+                "as tokens=2e9, that a run can live to see"
             )
         return cls(measure, number)  # type: ignore[arg-type]
 

@@ -11,6 +11,10 @@ from typing import Any
 import fullrank.heads
 from fullrank.errors import FullrankError
 from fullrank.heads.base import HEADS, Head
+from fullrank.results.reading import memory
+
+SLACK = 2
+"""Times the memory beyond which a head is not even tried."""
 
 # Defining a head makes it known: see `Head`.
 for _module in pkgutil.iter_modules(fullrank.heads.__path__, "fullrank.heads."):
@@ -24,6 +28,16 @@ def find(name: str) -> type[Head]:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise FullrankError(f"no head is called {name!r}: expected one of {', '.join(sorted(HEADS))}{hint}")
     return HEADS[name]
+
+
+def parameters(
+    *, hidden: int, vocab: int = 0, components: Any = 1, width: Any = None, contexts: Any = (), **_: Any
+) -> int:
+    """About how many a head with these options has: a projection for every component, and its matrix."""
+    wide = width if isinstance(width, int) and width > 0 else hidden
+    each = [one for one in contexts or () if isinstance(one, int)]
+    count = max(components if isinstance(components, int) else 1, sum(each), 1)
+    return count * wide * hidden + vocab * wide
 
 
 def build(name: str, *, hidden: int, vocab: int, **options: Any) -> Head:
@@ -41,4 +55,10 @@ def build(name: str, *, hidden: int, vocab: int, **options: Any) -> Head:
     ]
     if missing:
         raise FullrankError(f"{name} needs {', '.join(missing)}: pass it to build")
+    count = parameters(hidden=hidden, vocab=vocab, **options)
+    if 4 * count > SLACK * memory():
+        raise FullrankError(
+            f"{name} would have about {count:.1e} parameters, {4 * count / (1 << 30):,.0f} GiB where this "
+            f"machine has {memory() / (1 << 30):,.0f}: take fewer components or a smaller width"
+        )
     return HEADS[name](hidden=hidden, vocab=vocab, **options)

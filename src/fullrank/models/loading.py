@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullrank.errors import FullrankError
-from fullrank.models import checks, gguf_files
+from fullrank.models import checks, gguf_files, sizes
 from fullrank.models import model_files as checkpoint
 from fullrank.results import cache_directory
 
@@ -271,6 +271,8 @@ def _build(
     with checks.one_sentence(f"the configuration in {directory}"):
         config = AutoConfig.from_pretrained(directory, **options)
     checks.task(config, directory, trust_remote_code=trust_remote_code)
+    if device_map is None and not _quantisation(config):
+        sizes.require_stored(config, directory, *checkpoint.stored(found), itemsize=dtype.itemsize)
     with checks.one_sentence(f"the tokenizer in {directory}"):
         tokenizer = AutoTokenizer.from_pretrained(directory, **options)
     quantised = _quantisation(config)

@@ -11,12 +11,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fullrank.errors import FullrankError
+from fullrank.results.reading import NotRegularError, read_bytes, require_plain, require_regular
+from fullrank.results.reading import read_json as read_json_file
 
 BLOCK = 1 << 20
 SAMPLED_BLOCKS = 256
@@ -70,6 +73,7 @@ class Checkpoint:
 
 def read(directory: Path, *, allow_pickle: bool) -> Checkpoint:
     """Look through a directory; raises FullrankError where there is no model that may be loaded."""
+    require_plain(directory)
     config = read_json(directory / "config.json")
     safe = _weights(directory, "model.safetensors")
     if safe:
@@ -99,7 +103,7 @@ def read(directory: Path, *, allow_pickle: bool) -> Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of a checkpoint."""
     try:
-        content = json.loads(path.read_text(encoding="utf8"))
+        content = read_json_file(path)
     except FileNotFoundError as error:
         raise FullrankError(
             f"{path.parent} has no {path.name}, expected a directory as save_pretrained writes it: "
@@ -107,6 +111,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise FullrankError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+    except NotRegularError:
+        raise
     except ValueError as error:
         raise FullrankError(f"{path} is not JSON ({error}): download or save the model again") from error
     if not isinstance(content, dict):
@@ -116,7 +122,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def header(path: Path) -> dict[str, str]:
     """Name and dtype of every tensor of a safetensors file, from its header; refuses a cut file."""
+    return {name: DTYPES.get(dtype, dtype.lower()) for name, (dtype, _) in _tensors(path).items()}
+
+
+def stored(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Tensors in the files of a checkpoint, and entries in all of them; of pickles, which are not opened, at
+    most so many tensors and about so many entries."""
+    if checkpoint.pickled:
+        size = sum(file.stat().st_size for file in checkpoint.weights)
+        return size, size // 4
+    counts = [count for file in checkpoint.weights for _, count in _tensors(file).values()]
+    return len(counts), sum(counts)
+
+
+def _tensors(path: Path) -> dict[str, tuple[str, int]]:
+    """Dtype and number of entries by name."""
     damaged = FullrankError(f"{path} is damaged or cut short: download or save the model again")
+    require_regular(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -126,7 +148,7 @@ def header(path: Path) -> dict[str, str]:
             entries = json.loads(file.read(length)) if length + 8 <= size else None
     except OSError as error:
         raise FullrankError(f"{path} cannot be read ({error.strerror}): download the model again") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged from error
     if not isinstance(entries, dict):
         raise damaged
@@ -134,7 +156,7 @@ def header(path: Path) -> dict[str, str]:
     try:
         if size < 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0):
             raise damaged
-        return {name: DTYPES.get(entry["dtype"], entry["dtype"].lower()) for name, entry in entries.items()}
+        return {name: (str(entry["dtype"]), math.prod(entry["shape"])) for name, entry in entries.items()}
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise damaged from error
 
@@ -170,7 +192,7 @@ def tokenizer_files(directory: Path) -> Iterator[Path]:
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Hash of configuration, weights and tokenizer; the same directory elsewhere has the same one."""
-    digest = hashlib.sha256((checkpoint.directory / "config.json").read_bytes())
+    digest = hashlib.sha256(read_bytes(checkpoint.directory / "config.json"))
     rest = (
         checkpoint.directory / name for name in ("tokenizer_config.json", "added_tokens.json", "merges.txt")
     )
@@ -213,7 +235,13 @@ def _weights(directory: Path, name: str) -> list[Path]:
     parts = read_json(index).get("weight_map")
     if not isinstance(parts, dict) or not parts:
         raise FullrankError(f"{index} has no weight_map: download or save the model again")
-    files = [directory / part for part in sorted(set(map(str, parts.values())))]
+    names = sorted(set(map(str, parts.values())))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise FullrankError(
+            f"{index} names {outside[0]!r}, expected files beside it: download or save the model again"
+        )
+    files = [directory / name for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise FullrankError(

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fullrank.errors import FullrankError
+from fullrank.results.reading import NotRegularError, read_json, require_regular
 from fullrank.version import __version__
 
 Record = TypeVar("Record")
@@ -101,12 +102,14 @@ def save(record: Any, path: Path, made: Provenance) -> None:
 def load(path: Path) -> tuple[Any, Provenance]:
     """Read a record of any kind with its provenance; raises FullrankError for what it cannot read."""
     try:
-        document = json.loads(path.read_text(encoding="utf8"))
+        document = read_json(path)
     except FileNotFoundError as error:
         raise FullrankError(f"no results at {path}: run the command that writes them first") from error
     except OSError as error:
         raise FullrankError(f"{path} cannot be read ({error.strerror}): pass a results file") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except NotRegularError:
+        raise
+    except ValueError as error:
         raise FullrankError(f"{path} is not JSON ({error}): run the command that wrote it again") from error
     if not isinstance(document, dict) or not {"kind", "version", "made"} <= document.keys():
         raise FullrankError(f"{path} is not a fullrank result: it lacks kind, version or made")
@@ -158,6 +161,8 @@ def check_writable(directory: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
+    # Renaming onto a device or a pipe would replace it.
+    require_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -229,5 +234,6 @@ def _value(hint: Any, data: Any) -> Any:
 
 def sha256(path: Path) -> str:
     """Of a whole file."""
+    require_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,6 +23,7 @@ from typing import Any
 
 from fullrank.errors import FullrankError
 from fullrank.results.diagnosis import Estimate
+from fullrank.results.reading import NotRegularError, read_json, read_text
 from fullrank.results.training import Evaluation, RaisedAlarm, Training, TrainingPoint
 
 CONFIG, LOG = "run.json", "log.jsonl"
@@ -131,13 +132,15 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf8"))
+        document = read_json(path)
         if not isinstance(document, dict):
             raise ValueError(f"a {type(document).__name__}")
     except OSError as error:
         raise FullrankError(
             f"{path} cannot be read ({error.strerror}): pass the --out of `fullrank train`"
         ) from error
+    except NotRegularError:
+        raise
     except ValueError as error:
         raise FullrankError(
             f"{path} is no training config ({error}): pass the --out of `fullrank train`"
@@ -148,7 +151,7 @@ def _config(path: Path) -> dict[str, Any]:
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Number and content of every line."""
     try:
-        text = path.read_bytes().decode("utf8", errors="replace")
+        text = read_text(path, errors="replace")
     except OSError as error:
         raise FullrankError(
             f"{path} cannot be read ({error.strerror}): pass the --out of `fullrank train`"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fullrank.errors import FullrankError
 from fullrank.heads import Head, build
 from fullrank.results import Ladder, LadderRung
+from fullrank.results.reading import memory
 from fullrank.theory import factorise, least_rank
 
 Progress = Callable[[str, float], None]
@@ -32,6 +33,8 @@ PEAK = 4.0
 TOKENS_PER_CONTEXT = 4
 LEARNING_RATE = 0.03
 FLOOR_HOPS = 8
+TABLES = 8
+"""Tables of contexts by tokens in fp64 that live at once, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,11 @@ class Config:
         for name in ("contexts", "vocabulary", "rank", "width", "components", "steps"):
             if getattr(self, name) < 1:
                 raise FullrankError(f"--{name} {getattr(self, name)} is impossible: expected at least 1")
+        if 8 * TABLES * self.contexts * self.vocabulary > memory():
+            raise FullrankError(
+                f"--contexts {self.contexts} times --vocabulary {self.vocabulary} make tables beyond the "
+                "memory of this machine: take fewer"
+            )
         ceiling = min(self.contexts, self.vocabulary - 1)
         if self.rank > ceiling:
             raise FullrankError(

@@ -25,6 +25,7 @@ import numpy as np
 
 from fullrank.errors import FullrankError
 from fullrank.results.files import sha256
+from fullrank.results.reading import NotRegularError, read_json, require_plain
 from fullrank.text import shards, store, tokenisers
 from fullrank.text.build import Built, Progress, Warn
 from fullrank.text.settings import DataConfig
@@ -76,6 +77,7 @@ def prepare(
 def _files(directory: Path) -> dict[str, list[Path]]:
     if not directory.is_dir():
         raise FullrankError(f"no directory {directory}: give --tokens one with train.bin or train.npy")
+    require_plain(directory)
     found: dict[str, list[Path]] = {}
     for path in sorted(directory.iterdir()):
         own = role(path.name) if path.suffix.lower() in SUFFIXES else None
@@ -95,8 +97,10 @@ def _said(directory: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        said = json.loads(path.read_text(encoding="utf8"))
+        said = read_json(path)
         unknown = sorted(set(said) - set(KNOWN))
+    except NotRegularError:
+        raise
     except (OSError, ValueError, TypeError) as error:
         raise FullrankError(f"{path} is no JSON object ({error}): expected {', '.join(KNOWN)}") from error
     if unknown or not isinstance(said, dict) or str(said.get("dtype", "uint16")) not in ("uint16", "uint32"):

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from fullrank.errors import FullrankError
+from fullrank.results.reading import require_regular
 from fullrank.text.documents import Read
 
 Kind = Literal["text", "rows", "table"]
@@ -125,6 +126,7 @@ def _reason(data: bytes) -> str:
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """A file as bytes, as they are on disk; errors of the system become ours."""
+    require_regular(path)
     try:
         with path.open("rb") as file:
             yield file
@@ -235,7 +237,8 @@ def row_of(line: bytes, name: str, number: int, field: str, chat: Chat | None) -
     """The document of one line of JSON, if its field is not null."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    # The second for brackets in brackets without end.
+    except (ValueError, RecursionError) as error:
         raise FullrankError(
             f"line {number} of {name} is no JSON ({error}): expected an object a line, such as "
             '{"text": "..."}; give plain text another suffix'

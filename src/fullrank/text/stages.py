@@ -25,6 +25,7 @@ from typing import Any
 
 from fullrank.errors import FullrankError
 from fullrank.results.files import sha256, write_whole
+from fullrank.results.reading import read_json
 
 FORMAT = 1
 """Of all stages; raised when the meaning of their files changes, so that old ones are left alone."""
@@ -73,7 +74,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What the maker of a stage wrote down, and its files."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf8"))
+        manifest = read_json(path)
         if manifest["sha256"] != _digest(manifest) or not isinstance(manifest["files"], dict):
             raise ValueError("its sha256 is another")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -30,6 +30,7 @@ import numpy as np
 
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
+from fullrank.results.reading import read_json
 from fullrank.text import build, shards, stages, tokenisers
 from fullrank.text import sources as reading
 from fullrank.text import splits as splitting
@@ -207,7 +208,7 @@ class Start(NamedTuple):
     def read(self, cache: Path) -> str | None:
         """The key that these files had."""
         with contextlib.suppress(OSError, ValueError, KeyError):
-            return str(json.loads((cache / STARTS / self.name).read_text(encoding="utf8"))["key"])
+            return str(read_json(cache / STARTS / self.name)["key"])
         return None
 
     def write(self, cache: Path, key: str) -> None:

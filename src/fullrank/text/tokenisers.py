@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
+from fullrank.results.reading import read_json, require_plain
+from fullrank.text import gguf_header
 from fullrank.text import vocabulary as vocabularies
 from fullrank.text.vocabulary import (
     LEAST_BPE,
@@ -92,7 +94,7 @@ class Tokeniser:
 
 def load(folder: Path) -> Tokeniser:
     """What `Tokeniser.save` wrote."""
-    name = json.loads((folder / NAME_FILE).read_text(encoding="utf8"))["name"]
+    name = read_json(folder / NAME_FILE)["name"]
     return Tokeniser(name=name, vocabulary=vocabularies.load(folder))
 
 
@@ -104,6 +106,7 @@ def check(name: str) -> None:
             raise FullrankError(
                 f"--tokenizer {name} names no size: expected bpe:{LEAST_BPE} or more, such as bpe:32000"
             )
+        vocabularies.require_size(int(match[1]))
 
 
 def from_text(name: str) -> bool:
@@ -158,6 +161,13 @@ def sampled(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 def loaded(name: str, kinds: str = LOADED) -> tuple[Tokenizer, str]:
     """A tokenizer by its file, directory or name, and the token that ends a text where that is said."""
+    tokenizer, end = _read(name, kinds)
+    # Before it is written or hashed: both go over every id up to the largest.
+    vocabularies.require_size(vocabularies.ids_of(tokenizer))
+    return tokenizer, end
+
+
+def _read(name: str, kinds: str) -> tuple[Tokenizer, str]:
     path = Path(os.path.expanduser(name))
     try:
         from tokenizers import Tokenizer
@@ -218,7 +228,7 @@ def template_of(tokenizer: Any) -> Template | None:
 
 def _end(directory: Path) -> str:
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        said = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf8")).get("eos_token")
+        said = read_json(directory / "tokenizer_config.json").get("eos_token")
         return (said.get("content") if isinstance(said, dict) else said) or ""
     return ""
 
@@ -233,8 +243,10 @@ def _no_tokenizer(name: str, error: Exception, kinds: str) -> FullrankError:
 def _transformers(name: str, kinds: str) -> Any:
     path = Path(os.path.expanduser(name))
     if path.is_file() and path.suffix.lower() == ".gguf":
+        gguf_header.check(path)
         return _auto(str(path.parent), gguf_file=path.name)
     if path.is_dir():
+        require_plain(path)
         return _auto(str(path))
     if path.exists() or path.suffix == ".json":
         raise FullrankError(

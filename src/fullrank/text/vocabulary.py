@@ -29,6 +29,7 @@ import numpy as np
 
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
+from fullrank.results.reading import read_json, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,6 +41,8 @@ FILE = "vocabulary.json"
 TOKENIZER_FILE = "tokenizer.json"
 LEAST_BPE = 257
 """All bytes and an end."""
+MOST_IDS = 1 << 26
+"""More than any tokeniser has: a larger id is a slip or an attack, and would cost a row each."""
 
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|end|>", "<|im_end|>", "<|eot_id|>")
 """Names of the special token that ends a text, the most usual first."""
@@ -240,9 +243,9 @@ class Bpe(Vocabulary):
         """Whether special tokens in a text are special, as those of a chat template are; else they are text:
         a text must not be able to end itself."""
         tokenizer.encode_special_tokens = not marked
-        # Ids may have holes, so the number of entries would be too small.
-        self.own_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.own_size = ids_of(tokenizer)
         self.size = max(self.own_size, size)
+        require_size(self.size)
         """With ids that no text has, where a matrix is to have a round number of rows."""
         self.eos = eos
         unknown = getattr(tokenizer.model, "unk_token", None)
@@ -255,6 +258,7 @@ class Bpe(Vocabulary):
             raise FullrankError(
                 f"data.bpe_size={size} is too small: expected at least {LEAST_BPE}, all bytes and an end"
             )
+        require_size(size)
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.BPE())
@@ -346,6 +350,7 @@ class Numbers(Vocabulary):
     level = "ids"
 
     def __init__(self, size: int, eos: int) -> None:
+        require_size(size)
         self.size, self.eos = size, eos
 
     def stream(
@@ -366,11 +371,25 @@ class Numbers(Vocabulary):
         return {"level": self.level, "size": self.size, "eos": self.eos}
 
 
+def ids_of(tokenizer: Tokenizer) -> int:
+    """One more than the largest id: there may be holes, so the number of entries would be too small."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+
+
+def require_size(size: int) -> None:
+    """Every id has a row of a matrix and a place in counts, whether a text has it or not."""
+    if size > MOST_IDS:
+        raise FullrankError(
+            f"a vocabulary of {size:,} was asked for, by its size or by its largest id, expected at most "
+            f"{MOST_IDS:,}: correct that number, or give another tokenizer"
+        )
+
+
 def load(folder: Path) -> Vocabulary:
     """What `save` wrote."""
     path = folder / FILE
     try:
-        data = json.loads(path.read_text(encoding="utf8"))
+        data = read_json(path)
         level = data["level"]
         if level == "words":
             return Words([str(word) for word in data["words"]])
@@ -395,7 +414,7 @@ def _tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_str(path.read_text(encoding="utf8"))
+        return Tokenizer.from_str(read_text(path))
     except OSError as error:
         raise FullrankError(f"no tokenizer at {path} ({error.strerror}): prepare the data again") from error
     # The library raises plain Exception for all that it cannot read.

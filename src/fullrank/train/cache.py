@@ -56,8 +56,9 @@ class Cache:
     def __post_init__(self) -> None:
         if not 0 <= self.weight < 1:
             raise FullrankError(f"weight={self.weight} is impossible: expected 0 <= weight < 1")
-        if not math.isfinite(self.theta):
-            raise FullrankError(f"theta={self.theta} is impossible: expected a finite number")
+        # Beyond this its product with a score is no fp32 number.
+        if not abs(self.theta) <= 1e9:
+            raise FullrankError(f"theta={self.theta} is impossible: expected a number of 1e9 at most")
         if self.window < 1:
             raise FullrankError(f"window={self.window} is impossible: expected at least 1 token")
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.results.files import sha256
+from fullrank.results.reading import read_json
 
 VERSION = 2
 MANIFEST = "manifest.json"
@@ -128,7 +129,7 @@ def read(path: Path) -> Stored:
     from safetensors.torch import load_file
 
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf8"))
+        manifest = read_json(path / MANIFEST)
         if manifest["version"] != VERSION:
             raise FullrankError(
                 f"{path} has checkpoint version {manifest['version']}, this fullrank reads {VERSION}: "
@@ -217,7 +218,7 @@ def step_of(path: Path) -> int:
 def best_of(path: Path) -> int | None:
     """The step of the best weights when a checkpoint was written; None where it cannot be read."""
     try:
-        return json.loads((path / MANIFEST).read_text(encoding="utf8"))["state"]["best_step"]
+        return read_json(path / MANIFEST)["state"]["best_step"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -96,6 +96,17 @@ HOW = frozenset(
 """Settings of how a run goes, which may change when it is continued; all others are what it learns."""
 
 
+MOST_OF_ALL = 10**12
+"""Of any setting: no run has more steps, tokens or entries than that."""
+MOST = {
+    "seed": 2**63 - 1,
+    "body.layers": 10_000,
+    "head.contexts": 10_000,
+    "steps": 10**10,
+    "epochs": 10**7,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole training run."""
@@ -183,6 +194,13 @@ class Config:
                     f"optimiser.{name}={getattr(self.optimiser, name)} is no rate: expected above 0 and at "
                     "most 1e9"
                 )
+        for path in paths():
+            value, most = _value(self, path), MOST.get(path, MOST_OF_ALL)
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, int | float) and not abs(number) <= most:
+                    raise FullrankError(
+                        f"{path}={str(number)[:40]} is beyond all use: expected {most:,} at most"
+                    )
 
 
 def _value(config: Config, path: str) -> Any:

@@ -68,9 +68,10 @@ class Dynamic:
     """Batches of the gradient statistics; 0 is the whole training split."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise FullrankError(f"{name}={getattr(self, name)} is impossible: expected 0 or more")
+        # Beyond 1 a decay would go past the trained weights, and beyond 1e9 a rate is no fp32 number.
+        for name, most in (("lr", 1e9), ("decay", 1.0)):
+            if not 0 <= getattr(self, name) <= most:
+                raise FullrankError(f"{name}={getattr(self, name)} is impossible: expected 0 to {most:g}")
         # Weights without a gradient in training, such as those of words never seen, divide by it alone.
         if not 0 < self.epsilon < math.inf:
             raise FullrankError(f"epsilon={self.epsilon} is impossible: expected more than 0")

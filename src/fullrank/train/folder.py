@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from fullrank.errors import FullrankError
 from fullrank.results import write_whole
+from fullrank.results.reading import NotRegularError, read_json, read_text, require_plain
 from fullrank.train import checkpoint as checkpoints
 from fullrank.train.config import HOW, Config, from_json, to_json
 
@@ -45,15 +46,25 @@ def locked(path: Path) -> Iterator[None]:
     """Hold a run directory; raises where another process does. The lock goes with the process in any case."""
     # Before anything is written: a directory of something else stays as it is.
     _refuse_strange(path)
+    there = path.is_dir()
     path.mkdir(parents=True, exist_ok=True)
-    with (path / ".lock").open("a") as file:
+    lock = path / ".lock"
+    with lock.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(file.fileno())):
+                raise BlockingIOError("its directory was just taken away")
         except OSError as error:
             raise FullrankError(
                 f"{path} is in use by another process: wait for it, or choose another --out"
             ) from error
-        yield
+        try:
+            yield
+        except FullrankError:
+            # A user's mistake leaves nothing behind, not even an empty directory.
+            if not there and os.listdir(path) == [lock.name]:
+                shutil.rmtree(path)
+            raise
 
 
 def check(path: Path, config: Config, digest: str) -> None:
@@ -90,6 +101,8 @@ def _refuse_strange(path: Path) -> None:
     """Raise where `path` is a directory with something in it that is no run."""
     if not path.is_dir():
         return
+    # A log that is a pipe would be written to for ever.
+    require_plain(path)
     if (path / CONFIG).exists():
         _document(path)
         return
@@ -121,7 +134,7 @@ def claim(path: Path, config: Config, digest: str, parent: dict[str, Any] | None
         document["from"] = parent
     text = json.dumps(document, indent=1) + "\n"
     there = path / CONFIG
-    if not there.exists() or there.read_text(encoding="utf8") != text:
+    if not there.exists() or read_text(there) != text:
         write_whole(there, text)
 
 
@@ -167,12 +180,14 @@ def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads((path / CONFIG).read_text(encoding="utf8"))
+        document = read_json(path / CONFIG)
         if not isinstance(document["config"], dict) or not isinstance(document["data"], str):
             raise ValueError("no run")
         return document
     except FileNotFoundError as error:
         raise FullrankError(f"{path} is no run directory: expected the --out of `fullrank train`") from error
+    except NotRegularError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FullrankError(
             f"{path / CONFIG} is not what `fullrank train` writes ({error!r}): train into another --out"
@@ -267,6 +282,6 @@ def tokens_of(path: Path) -> Path:
     digest = _document(path)["data"]
     for meta in sorted((path / TOKENS).glob("*/manifest.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(meta.read_text(encoding="utf8"))["digest"] == digest:
+            if read_json(meta)["digest"] == digest:
                 return meta.parent
     raise FullrankError(f"{path} has lost its tokens: run `fullrank train` again to build them")

@@ -18,6 +18,7 @@ from typing import Any
 
 from fullrank.errors import FullrankError
 from fullrank.results import write_whole
+from fullrank.results.reading import read_text
 
 Say = Callable[[str], None]
 
@@ -84,7 +85,7 @@ def finished(path: Path) -> bool:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     lines = []
-    for text in path.read_text(encoding="utf8", errors="replace").splitlines():
+    for text in read_text(path, errors="replace").splitlines():
         try:
             line = json.loads(text)
             if not isinstance(line["step"], int) or not isinstance(line["event"], str):

@@ -24,7 +24,7 @@ from fullrank.errors import FullrankError
 from fullrank.fit.optimiser import hidden_matrices
 from fullrank.heads.base import Head, require_positive
 from fullrank.heads.registry import find as find_head
-from fullrank.models import AwdLstmConfig, FullrankConfig, FullrankForCausalLM, bodies
+from fullrank.models import AwdLstmConfig, FullrankConfig, FullrankForCausalLM, bodies, sizes
 from fullrank.models.anatomy import longest
 from fullrank.models.loading import quiet
 from fullrank.models.tokenizer import as_tokenizer
@@ -34,9 +34,11 @@ from fullrank.train.config import BodyConfig, Config
 
 def build(config: Config, vocabulary: int) -> FullrankForCausalLM:
     """A fresh model, the same for one config wherever it is built; the random state stays as it was."""
+    made = configuration(config, vocabulary)
+    sizes.require_room(made, "the model of these settings")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
-        model = FullrankForCausalLM(configuration(config, vocabulary))
+        model = FullrankForCausalLM(made)
     bodies.draw(model, config.seed)
     return model
 
@@ -44,8 +46,8 @@ def build(config: Config, vocabulary: int) -> FullrankForCausalLM:
 def configuration(config: Config, vocabulary: int) -> FullrankConfig:
     """What transformers stores of the model for a tokeniser of this size."""
     body, head = config.body, config.head
-    sizes = ("layers", "hidden", "last", "vocabulary_multiple")
-    require_positive(vocabulary=vocabulary, **{f"body.{name}": getattr(body, name) for name in sizes})
+    counts = ("layers", "hidden", "last", "vocabulary_multiple")
+    require_positive(vocabulary=vocabulary, **{f"body.{name}": getattr(body, name) for name in counts})
     vocab = -(-vocabulary // body.vocabulary_multiple) * body.vocabulary_multiple
     widths = state_widths(body)
     width = head.width or widths[0]

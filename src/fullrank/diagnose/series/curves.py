@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fullrank.errors import FullrankError
+from fullrank.results.reading import read_text
 from fullrank.results.series import Curve
 from fullrank.results.training import Training
 
@@ -208,7 +209,7 @@ def _rows(path: Path) -> tuple[list[str], list[_Row]]:
     if not path.is_file():
         raise FullrankError(f"no file at {path}: {remedy}")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise FullrankError(f"{path} is not text: {remedy}") from error
     if "\0" in text:
