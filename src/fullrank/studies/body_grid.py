@@ -79,8 +79,10 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
             best, trials = tuned(done, own, RATES)
             specs += trials
             if best is None:
+                if not budget:
+                    break
                 continue
-            # The first is the one whose operations all are given.
+            # Softmax on the first: its operations are what all are given.
             budget = budget or f"budget=flops={whole_flops(done, own, trials):.6g}"
             for seed in range(extent.seeds):
                 specs.append(
@@ -140,8 +142,9 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
         return ()
     ends: Ends = {(*_arm(run), run.seed): run.valid for run in whole if run.valid is not None}
     bytewise: Ends = {(*_arm(run), run.seed): run.per_byte for run in whole if run.per_byte is not None}
-    # The first that was trained is the middle of all.
-    middle = _arm(runs[0])
+    # Other bodies and shapes are at the middle vocabulary.
+    sizes = [_arm(run)[0] for run in runs if _arm(run)[2:] != ("neox", "middle")]
+    middle = (sizes[0] if sizes else "", "softmax", "neox", "middle")
     found = []
     for arm in dict.fromkeys(_arm(run) for run in whole):
         size, head, body, shape = arm
@@ -149,10 +152,10 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
             label = f"{head} against softmax: {body}, {shape}, V {size}"
             plain = (size, "softmax", body, shape)
             found.append(compared(label, differences(ends, arm, plain), STATEMENT.smallest))
-        elif size != middle[0]:
+        elif size != middle[0] and sizes:
             label, pairs = f"V {size} against {middle[0]}: softmax", differences(bytewise, arm, middle)
             found.append(compared(label, pairs, PER_BYTE * STATEMENT.smallest, unit="nats per byte"))
-        elif arm != middle:
+        elif arm != middle and sizes:
             label = f"{body}, {shape} against {middle[2]}, {middle[3]}: softmax, V {size}"
             found.append(compared(label, differences(ends, arm, middle), STATEMENT.smallest))
     return tuple(found)
