@@ -15,11 +15,12 @@ from scipy import stats
 import fullrank.report
 from fullrank.errors import FullrankError
 from fullrank.results import Grid, load, provenance, save
-from fullrank.results.grid import GridAnswer, GridPoint, GridRun, Statement
+from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies import grid, grid_workers, head_grid, optimiser_grid, width_grid
 from fullrank.studies.grid import Study
 from fullrank.studies.grid_plan import Done, Extent, Spec, compared, tuned
 from fullrank.studies.grid_workers import Place
+from tests.studies.made_runs import made_by_hand
 
 STATEMENT = Statement(
     question="Does it train?", hypothesis="It does.", comparison="One seed against another.", smallest=0.1,
@@ -93,18 +94,6 @@ def test_a_study_runs_once_goes_on_and_is_drawn(place: Place, monkeypatch: pytes
     assert "It does." in page
     with pytest.raises(FullrankError, match="not of this study"):
         grid.run(dataclasses.replace(STUDY, name="another"), place, Extent(seeds=2))
-
-
-def made_by_hand(name: str, valid: float | None, **factors: str) -> GridRun:
-    curve = tuple(
-        GridPoint(step=step, tokens=100 * step, loss=5.0 - step, standard_error=0.01, monitors={})
-        for step in (1, 2)
-    )
-    return GridRun(
-        name=name, factors=factors, seed=0, settings=(), recipe="transformer-tiny", parameters=1, tokens=200,
-        flops=1e6, seconds=1.0, curve=curve, valid=valid, test=valid, last=3.0, failure="",
-        after_looking=False, made=provenance(seed=None, device="cpu"),
-    )  # fmt: skip
 
 
 def test_runs_after_the_file_has_changed_are_marked(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

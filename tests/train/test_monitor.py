@@ -204,6 +204,26 @@ def test_the_divergence_is_that_of_the_components(ids: Tensor) -> None:
     assert found["component_divergence"] == pytest.approx(float(torch.stack(pairs).mean()), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "mos", "trunk", "doc"])
+def test_the_kept_gradient_is_that_of_the_loss_in_the_scores(
+    name: str, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All tokens, so that nothing depends on the draw.
+    monkeypatch.setattr("fullrank.diagnose.monitors.GRADIENT_TOKENS", ids.numel())
+    model = model_with(name, bias=True).double().eval()
+    head = model.lm_head
+    states = [state[:, :-1] for state in model.head_inputs(ids).states]
+    rows, log_prior, _ = head.flat_parts(states)
+    scores = (rows @ head.decoder.weight.T + head.decoder.bias).detach().requires_grad_()
+    log_probs = head.pointwise(scores).log_softmax(-1)
+    mixed = (log_prior.detach()[..., None] + log_probs).logsumexp(1)
+    (slopes,) = torch.autograd.grad(mixed.gather(1, ids[:, 1:].reshape(-1, 1)).sum(), scores)
+    # The projection on the columns of W, by QR.
+    basis, _ = torch.linalg.qr(head.decoder.weight.detach())
+    kept = (slopes @ basis).flatten(1).norm(dim=1) / slopes.flatten(1).norm(dim=1)
+    assert measure(model, ids)["gradient_kept"] == pytest.approx(float(kept.mean()), rel=1e-6)
+
+
 def test_training_is_the_same_bit_for_bit_with_and_without_monitors(ids: Tensor) -> None:
     def weights(monitored: bool) -> list[Tensor]:
         model = model_with("mos", tie=True)

@@ -11,7 +11,18 @@ import tyro
 
 from fullrank.cli.progress import Bar
 from fullrank.cli.study_attention import Attention, attention
-from fullrank.cli.study_grid import Heads, Optimiser, Pythia, Width, grid_study, pythia_study
+from fullrank.cli.study_grid import (
+    Bodies,
+    Cause,
+    Domains,
+    Heads,
+    Optimiser,
+    Pythia,
+    Spam,
+    Width,
+    grid_study,
+    pythia_study,
+)
 from fullrank.cli.study_histalign import Histalign, histalign
 from fullrank.errors import FullrankError
 
@@ -58,13 +69,18 @@ class Languages:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Run a question of the field: pythia, width, heads, optimiser, languages, attention or histalign."""
+    """Run a question of the field: pythia, width, heads, optimiser, bodies, cause, domains, spam, languages,
+    attention or histalign."""
 
     what: (
         Annotated[Pythia, tyro.conf.subcommand("pythia")]
         | Annotated[Width, tyro.conf.subcommand("width")]
         | Annotated[Heads, tyro.conf.subcommand("heads")]
         | Annotated[Optimiser, tyro.conf.subcommand("optimiser")]
+        | Annotated[Bodies, tyro.conf.subcommand("bodies")]
+        | Annotated[Cause, tyro.conf.subcommand("cause")]
+        | Annotated[Domains, tyro.conf.subcommand("domains")]
+        | Annotated[Spam, tyro.conf.subcommand("spam")]
         | Annotated[Languages, tyro.conf.subcommand("languages")]
         | Annotated[Attention, tyro.conf.subcommand("attention")]
         | Annotated[Histalign, tyro.conf.subcommand("histalign")]
@@ -77,6 +93,10 @@ def study(options: Study) -> None:
         Width: grid_study,
         Heads: grid_study,
         Optimiser: grid_study,
+        Bodies: grid_study,
+        Cause: grid_study,
+        Domains: grid_study,
+        Spam: grid_study,
         Languages: languages_study,
         Attention: attention,
         Histalign: histalign,

@@ -1,4 +1,4 @@
-"""`fullrank study width | heads | optimiser`: grids of trainings within a budget; `pythia`: public curves."""
+"""`fullrank study width | heads | ...`: grids of trainings within a budget; `pythia`: public curves."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fullrank.results import Grid
+    from fullrank.studies.grid_plan import Text
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Grid:
-    data: tuple[Path, ...] = ()
-    """A directory with train, valid and test text, or any files and directories, which are split by lines."""
-    tokens: Path | None = None
-    """Tokens made elsewhere, in place of --data."""
+class _Extent:
     small: bool = False
     """Tiny models and short runs, minutes on two cores: to see that it works."""
     seeds: int = 3
@@ -38,6 +35,14 @@ class _Grid:
     out: Path | None = None
     """Directory for runs, results.json and report.html, runs/NAME by default. results.json is enough to go on
     from on another machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Grid(_Extent):
+    data: tuple[Path, ...] = ()
+    """A directory with train, valid and test text, or any files and directories, which are split by lines."""
+    tokens: tuple[Path, ...] = ()
+    """A directory of tokens made elsewhere, in place of --data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,48 @@ class Optimiser(_Grid):
     """How much of a late rise is rate, batch, weight decay or schedule?
 
     Example: fullrank study optimiser --data wikitext-2 --small
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bodies(_Grid):
+    """Where a head of high rank pays: NeoX or Llama, deep or wide, 2k to 64k tokens.
+
+    Example: fullrank study bodies --data wikitext-2 --small
+    """
+
+    tokens: tuple[Path, ...] = ()
+    """Directories of tokens of one text with several vocabularies, in place of --data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause(_Grid):
+    """Which brings the other: the spectrum of the head's matrix, or the spread of the states?
+
+    Example: fullrank study cause --data wikitext-2 --small
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domains(_Grid):
+    """Do narrow bodies lose more on texts whose tables need more dimensions?
+
+    Example: fullrank study domains --data en.txt de.txt code/ --corpus runs/corpora/results.json --small
+    """
+
+    data: tuple[Path, ...] = ()
+    """Texts, each a file or directory and a domain of its own."""
+    tokens: tuple[Path, ...] = ()
+    """Directories of tokens made elsewhere, each a domain, in place of --data."""
+    corpus: tuple[Path, ...] = ()
+    """results.json of `fullrank corpus dimension`, of one corpus or several, in the order of the domains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spam(_Extent):
+    """A language of one repeated symbol, V up to 131,072: which heads learn it, and how fast?
+
+    Example: fullrank study spam --small
     """
 
 
@@ -104,7 +151,7 @@ def pythia_study(options: Pythia) -> None:
     outcome.say_where(console, options.out)
 
 
-def grid_study(options: _Grid) -> None:
+def grid_study(options: _Extent) -> None:
     from rich.console import Console
 
     from fullrank import report, results
@@ -115,8 +162,11 @@ def grid_study(options: _Grid) -> None:
     from fullrank.studies.grid_workers import Place, Stopped
 
     study = _study(options)
-    if bool(options.data) == (options.tokens is not None):
+    data, tokens = (options.data, options.tokens) if isinstance(options, _Grid) else ((), ())
+    if isinstance(options, _Grid) and bool(data) == bool(tokens):
         raise FullrankError("nothing to train on, or two things: pass --data with text, or --tokens")
+    if len(tokens) > 1 and not isinstance(options, Bodies | Domains):
+        raise FullrankError(f"--tokens got {len(tokens)} directories: this study trains on one")
     if options.seeds < 1 or options.processes < 1 or not options.scale > 0 or not options.seconds > 0:
         raise FullrankError(
             f"--seeds {options.seeds}, --processes {options.processes}, --scale {options.scale:g} and "
@@ -128,11 +178,13 @@ def grid_study(options: _Grid) -> None:
     device = device_of(options.device)
     console = Console()
     made = results.provenance(seed=None, device=device_name(device))
+    cache = results.cache_directory() / "tokens"
     place = Place(
-        out=out, cache=results.cache_directory() / "tokens", data=options.data, tokens=options.tokens,
-        device=device, processes=options.processes, seconds=options.seconds,
+        out=out, cache=cache, data=data, tokens=tokens[0] if tokens else None, device=device,
+        processes=options.processes, seconds=options.seconds,
     )  # fmt: skip
-    extent = Extent(small=options.small, seeds=options.seeds, scale=options.scale)
+    texts = _texts(options, cache)
+    extent = Extent(small=options.small, seeds=options.seeds, scale=options.scale, texts=texts)
     try:
         with Bar(console) as bar:
             record = grid.run(
@@ -151,12 +203,41 @@ def grid_study(options: _Grid) -> None:
     outcome.say_where(console, out)
 
 
-def _study(options: _Grid) -> Any:
+def _study(options: _Extent) -> Any:
+    from fullrank.studies.body_grid import BODIES
+    from fullrank.studies.cause_grid import CAUSE
+    from fullrank.studies.domain_grid import DOMAINS
     from fullrank.studies.head_grid import HEAD
     from fullrank.studies.optimiser_grid import OPTIMISER
+    from fullrank.studies.spam_grid import SPAM
     from fullrank.studies.width_grid import WIDTH
 
-    return {Width: WIDTH, Heads: HEAD, Optimiser: OPTIMISER}[type(options)]
+    return {
+        Width: WIDTH, Heads: HEAD, Optimiser: OPTIMISER, Bodies: BODIES, Cause: CAUSE, Domains: DOMAINS,
+        Spam: SPAM,
+    }[type(options)]  # fmt: skip
+
+
+def _texts(options: _Extent, cache: Path) -> tuple[Text, ...]:
+    """Those of a study over several."""
+    from fullrank.studies.domain_grid import domains
+    from fullrank.studies.grid_plan import Text
+    from fullrank.text import elsewhere
+    from fullrank.text.settings import DataConfig
+
+    if isinstance(options, Domains):
+        return domains(options.data, options.tokens, options.corpus)
+    if not isinstance(options, Bodies):
+        return ()
+    sizes = {elsewhere.prepare(place, DataConfig(), cache).vocabulary.size: place for place in options.tokens}
+    if len(sizes) < len(options.tokens):
+        raise FullrankError(
+            f"--tokens got {len(options.tokens)} directories with {len(sizes)} sizes of vocabulary: expected "
+            "one text cut with vocabularies of different sizes"
+        )
+    return tuple(
+        Text(name=f"v{size}", tokens=place, facts={"vocabulary": str(size)}) for size, place in sizes.items()
+    )
 
 
 def table(record: Grid) -> Table:
@@ -166,7 +247,7 @@ def table(record: Grid) -> Table:
     small = ", small: decides nothing" if record.small else ""
     drawn = Table(title=f"{record.name}{small}: {len(record.runs)} runs", title_justify="left")
     drawn.add_column("comparison")
-    for name in ("effect, nats per token", "would have been seen", "decision"):
+    for name in ("effect", "would have been seen", "unit", "decision"):
         drawn.add_column(name, justify="right")
     for one in record.answers:
         effect = ""
@@ -174,5 +255,5 @@ def table(record: Grid) -> Table:
             effect = f"{one.effect.value:+.4f}"
             if math.isfinite(one.effect.low):
                 effect += f" ({one.effect.low:+.4f} to {one.effect.high:+.4f})"
-        drawn.add_row(one.label, effect, f"{one.seen:.4f}", one.decision)
+        drawn.add_row(one.label, effect, f"{one.seen:.4f}", one.unit, one.decision)
     return drawn

@@ -4,6 +4,8 @@
     from the last layer's states              mean cosine of pairs, mean norm
     from log-probabilities [n, m]             their least rank over the shift class (`theory.rank`)
     from a mixture's prior [n, K]             entropy, shares, dead components, divergence
+    from gradients of the scores [n, K, V]    the share of their norm in the columns of W, which is all that
+                                              the body learns from (`questions.gradient`, there of one row)
 
 The least rank is that of n sampled contexts and m sampled tokens, where n and m exceed D: what goes beyond D
 is a rank that one softmax cannot have. Leaving tokens out shifts every row of log-probabilities by its own
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.diagnose.questions.anisotropy import SINK, mean_cosine
+from fullrank.diagnose.questions.gradient import whitening
 from fullrank.diagnose.questions.spectrum import singular_values
 from fullrank.errors import FullrankError
 from fullrank.heads.base import Head
@@ -57,6 +60,7 @@ MONITORS: dict[str, tuple[str, str, None]] = {
     "component_shares": ("share", "mean prior of each of K components", None),
     "dead_components": ("components", "mean prior below 0.01 / K and never above 0.05", None),
     "component_divergence": ("nats", "mean KL of one component to another, over tokens and pairs", None),
+    "gradient_kept": ("share", "norm of a token's score gradient that reaches the body", None),
 }
 """name -> (unit, meaning, lower_is_better). What does not apply to a head is left out."""
 
@@ -65,6 +69,8 @@ DEAD_SHARE, DEAD_MOST = 0.01, 0.05
 MOST_CONTEXTS = 1088
 """Contexts and tokens of the log-probabilities at most: their SVD takes about a second on one core."""
 DIVERGENCE_TOKENS = 16
+GRADIENT_TOKENS, GRADIENT_SCORES = 64, 1 << 24
+"""Tokens whose gradient is looked at, fewer where their K x V scores are more than this."""
 TABLE_BYTES = 256 << 20
 
 
@@ -103,6 +109,7 @@ def measure(
             generator = torch.Generator().manual_seed(seed)
             found |= _rank(head, read, ids, seen, size, generator)
             found |= _mixture(head, [state[seen] for state in read], generator)
+            found |= _gradient(head, read, ids, seen, generator)
     return found
 
 
@@ -285,3 +292,26 @@ def _mixture(head: Head, flat: list[Tensor], generator: torch.Generator) -> Moni
         divergence = torch.tensor(head.describe([state[picked] for state in flat]).divergence)
         found["component_divergence"] = float(divergence.sum()) / (K * (K - 1))
     return found
+
+
+def _gradient(
+    head: Head, states: list[Tensor], ids: Tensor, seen: Tensor, generator: torch.Generator
+) -> Monitors:
+    """Of the loss of the next token, in the scores of all rows together: mean over tokens of |P g| / |g|."""
+    pairs = seen[:, :-1] & seen[:, 1:]
+    if not isinstance(head, RowHead) or not bool(pairs.any()):
+        return {}
+    flat, targets = [state[:, :-1][pairs] for state in states], ids[:, 1:][pairs]
+    size = max(8, min(GRADIENT_TOKENS, GRADIENT_SCORES // (head.components * head.vocab)))
+    picked = torch.randperm(len(targets), generator=generator)[:size].to(targets.device)
+    rows, log_prior, _ = head.flat_parts([state[picked] for state in flat])
+    weight, bias = head.decoder.weight.detach(), head.decoder.bias
+    scores = rows @ weight.T if bias is None else rows @ weight.T + bias
+    with torch.enable_grad():
+        scores = scores.detach().requires_grad_()
+        wanted = targets[picked][:, None, None].expand(-1, rows.shape[1], 1)
+        each = head.pointwise(scores).log_softmax(dim=-1).gather(-1, wanted)[..., 0]
+        (slopes,) = torch.autograd.grad(-(log_prior.detach() + each).logsumexp(dim=-1).sum(), scores)
+    reached = (slopes @ weight).double() @ whitening(weight)
+    energy = reached.square().sum(dim=(1, 2)) / slopes.double().square().sum(dim=(1, 2)).clamp(min=1e-300)
+    return {"gradient_kept": float(energy.clamp(max=1.0).sqrt().mean())}

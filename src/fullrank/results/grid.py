@@ -1,6 +1,7 @@
 """The record of a study that trains: what was stated before it ran, every run, and what the rule decides.
 
 A run is small here: its curve, its monitors and its end. Losses are nats per token of validation text.
+Effects are too, unless an answer says another unit.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import typing
 
 from fullrank.results.estimate import Estimate
 from fullrank.results.files import Provenance
+
+NATS = "nats per token"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,9 +24,11 @@ class Statement:
     comparison: str
     """What is held against what."""
     smallest: float
-    """The smallest effect of interest, nats per token."""
+    """The smallest effect of interest."""
     rule: str
     """What decides."""
+    unit: str = NATS
+    """Of the smallest effect."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,9 @@ class GridRun:
     after_looking: bool
     """Whether the study's file was changed when results were known already."""
     made: Provenance
+    per_byte: float | None = None
+    """Test loss of the best weights in nats per byte of text, which compares vocabularies; None where the
+    bytes are not known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,12 +80,14 @@ class GridAnswer:
 
     label: str
     effect: Estimate | None
-    """Nats per token, below zero where the first is better; None where runs are missing."""
+    """Of losses below zero where the first is better; None where runs are missing."""
     seeds: int
     seen: float
     """The smallest effect that so many seeds would have told from zero four times in five; inf for one."""
     decision: str
     sentence: str
+    unit: str = NATS
+    """Of the effect and of what would have been seen."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from pathlib import Path
 from fullrank.errors import FullrankError
 from fullrank.results import Grid, Provenance, load, provenance, read_log, save
 from fullrank.results.grid import GridAnswer, GridPoint, GridRun, Statement
-from fullrank.studies.grid_plan import Done, Extent, Spec
+from fullrank.studies.grid_plan import Done, Extent, Spec, Text
 from fullrank.studies.grid_workers import Place, trainer_of
 
 Progress = Callable[[str, float], None]
@@ -34,6 +35,7 @@ Progress = Callable[[str, float], None]
 MONITORS = (
     "head_effective_rank_share", "head_singular_entropy", "anisotropy", "state_norm", "state_outlier",
     "logprob_effective_rank", "prior_entropy_share", "dead_components", "component_divergence",
+    "gradient_kept",
 )  # fmt: skip
 """What a record keeps of an evaluation."""
 
@@ -44,6 +46,8 @@ class Study:
     statement: Statement
     plan: Callable[[Done, Extent], Sequence[Spec]]
     answers: Callable[[Sequence[GridRun]], tuple[GridAnswer, ...]]
+    texts: Callable[[Path, Extent], tuple[Text, ...]] | None = None
+    """Makes what a study of made-up languages trains on, in a directory; the same at every call."""
 
     @property
     def digest(self) -> str:
@@ -64,6 +68,8 @@ def run(
     """Train what is missing and answer; raises Stopped where a signal came."""
     begun = time.monotonic()
     record = _begun(study, place, extent)
+    if study.texts is not None:
+        extent = dataclasses.replace(extent, texts=study.texts(place.out / "texts", extent))
     with trainer_of(place, train) as trainer:
         while True:
             done = {one.name: one for one in record.runs}
@@ -130,8 +136,9 @@ def train(spec: Spec, place: Place) -> GridRun | None:
         name, _, step = spec.branch.partition("@")
         parent = parent_of(f"{place.out / 'runs' / name}@{step}")
     options = Options(
-        data=place.data, tokens=place.tokens, out=out, cache=place.cache, device=place.device, trackers=(),
-        parent=parent,
+        data=place.data if spec.text is None else spec.text.data,
+        tokens=place.tokens if spec.text is None else spec.text.tokens,
+        out=out, cache=place.cache, device=place.device, trackers=(), parent=parent,
     )  # fmt: skip
     failure = ""
     try:
@@ -155,6 +162,7 @@ def record_of(spec: Spec, out: Path, place: Place, failure: str = "") -> GridRun
         for one in log.validation()
     )  # fmt: skip
     tokens = max((point.tokens for point in log.points), default=0)
+    bits = [one.bits_per_byte for one in log.evaluations if one.split == "test"]
     return GridRun(
         name=spec.name, factors=spec.factors, seed=spec.seed, settings=spec.settings, recipe=spec.recipe,
         parameters=log.parameters, tokens=tokens, flops=tokens * log.flops_per_token,
@@ -163,4 +171,5 @@ def record_of(spec: Spec, out: Path, place: Place, failure: str = "") -> GridRun
         test=None if failure or log.test is None else log.test.value,
         last=curve[-1].loss if curve and not failure else None,
         failure=failure, after_looking=False, made=_made(place),
+        per_byte=bits[-1] * math.log(2) if bits and math.isfinite(bits[-1]) and not failure else None,
     )  # fmt: skip

@@ -6,9 +6,10 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from fullrank.results import Estimate
-from fullrank.results.grid import GridAnswer, GridRun
+from fullrank.results.grid import NATS, GridAnswer, GridRun
 from fullrank.results.series import Curve
 
 Done = Mapping[str, GridRun]
@@ -16,6 +17,17 @@ Done = Mapping[str, GridRun]
 
 GROWTH = 3
 """How often a grid of rates may grow."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """One of several texts that a study trains on: a path of text, or a directory of tokens."""
+
+    name: str
+    data: tuple[Path, ...] = ()
+    tokens: Path | None = None
+    facts: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What is known of it, such as its vocabulary; plans make factors of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +42,8 @@ class Spec:
     seed: int = 0
     branch: str = ""
     """NAME@STEP of a run that this one goes on from."""
+    text: Text | None = None
+    """None is the study's own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +54,8 @@ class Extent:
     seeds: int = 3
     scale: float = 1.0
     """Of the length of all runs."""
+    texts: tuple[Text, ...] = ()
+    """Where a study is over several."""
 
     def steps(self, full: int) -> int:
         return max(8, round(self.scale * full))
@@ -61,6 +77,16 @@ def transformer(
 
 def steps_of(settings: Sequence[str]) -> int:
     return next(int(one.partition("=")[2]) for one in settings if one.startswith("steps="))
+
+
+def whole_flops(done: Done, own: Spec, trials: Sequence[Spec]) -> float:
+    """Floating-point operations of the whole of a run, as its trials count a token: what others are given."""
+    from fullrank.train.config import override
+    from fullrank.train.recipes import recipe
+
+    config = override(recipe(own.recipe, own.head), own.settings)
+    counted = next(run for trial in trials if (run := done[trial.name]).tokens > 0)
+    return counted.flops / counted.tokens * config.batch * config.length * config.steps
 
 
 def loss_curve(run: GridRun) -> Curve:
@@ -105,20 +131,43 @@ def tuned(done: Done, own: Spec, factors: Sequence[float]) -> tuple[tuple[str, .
     return (f"optimiser.lr={config.optimiser.lr * grid[best]:g}",), trials
 
 
-def compared(label: str, differences: Sequence[float], smallest: float, of: str = "seeds") -> GridAnswer:
+Ends = Mapping[tuple[str | int, ...], float]
+"""What runs ended with, by arm and seed: (*arm, seed)."""
+
+
+def differences(ends: Ends, one: Sequence[str], other: Sequence[str]) -> list[float]:
+    """Of one arm less another, of the same seeds."""
+    return [
+        end - ends[*other, seed]
+        for (*arm, seed), end in ends.items()
+        if arm == list(one) and (*other, seed) in ends
+    ]
+
+
+def compared(
+    label: str,
+    differences: Sequence[float],
+    smallest: float,
+    of: str = "seeds",
+    *,
+    unit: str = NATS,
+    words: tuple[str, str] = ("better", "worse"),
+) -> GridAnswer:
     """An effect over seeds, or over other pairs: each a difference of two runs that share it.
 
     By the usual rule: better or worse where the interval has one sign and the effect is of interest, no
     difference of interest where the interval lies within the smallest effect on both sides, undecided else.
+    What is no loss has `words` of its own for below and above zero.
     """
     count = len(differences)
     if count < 2:
-        words = f"{label}: {count} {of}, too few to say"
+        said = f"{label}: {count} {of}, too few to say"
         value = differences[0] if differences else math.nan
         effect = Estimate(value=value, low=-math.inf, high=math.inf) if differences else None
         return GridAnswer(
-            label=label, effect=effect, seeds=count, seen=math.inf, decision="undecided", sentence=words
-        )
+            label=label, effect=effect, seeds=count, seen=math.inf, decision="undecided", sentence=said,
+            unit=unit,
+        )  # fmt: skip
     from scipy import stats
 
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(count)
@@ -126,17 +175,17 @@ def compared(label: str, differences: Sequence[float], smallest: float, of: str 
     effect = Estimate(value=mean, low=mean - reach, high=mean + reach)
     seen = float(stats.t.ppf(0.975, count - 1) + stats.t.ppf(0.8, count - 1)) * error
     if effect.high < 0 and mean <= -smallest:
-        decision = "better"
+        decision = words[0]
     elif effect.low > 0 and mean >= smallest:
-        decision = "worse"
+        decision = words[1]
     elif -smallest < effect.low and effect.high < smallest:
         decision = "no difference of interest"
     else:
         decision = "undecided"
     sentence = (
-        f"{label}: {mean:+.4f} nats per token (95%: {effect.low:+.4f} to {effect.high:+.4f} over {count} "
+        f"{label}: {mean:+.4f} {unit} (95%: {effect.low:+.4f} to {effect.high:+.4f} over {count} "
         f"{of}; {seen:.4f} would have been seen): {decision}"
     )
     return GridAnswer(
-        label=label, effect=effect, seeds=count, seen=seen, decision=decision, sentence=sentence
+        label=label, effect=effect, seeds=count, seen=seen, decision=decision, sentence=sentence, unit=unit
     )

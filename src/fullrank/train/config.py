@@ -87,6 +87,18 @@ class HeadConfig:
     """Weight of DOC's penalty on unequal use of the components."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PenaltyConfig:
+    """What holds the head's matrix or the states in a shape, for experiments (`penalty.py`)."""
+
+    spectrum: Literal["none", "flat", "decay"] = "none"
+    """Shape that the spectrum of the head's matrix is held in."""
+    spectrum_weight: float = 0.0
+    states: Literal["none", "white", "together"] = "none"
+    """Shape that the states which the head reads are held in."""
+    states_weight: float = 0.0
+
+
 HOW = frozenset(
     {
         "accumulate", "steps", "epochs", "budget", "evaluate_every", "evaluate_tokens", "final_tokens",
@@ -116,6 +128,7 @@ class Config:
     body: BodyConfig = field(default_factory=BodyConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     batch: int = 40
     """Sequences a step, over all processes."""
     length: int = 70
@@ -182,6 +195,7 @@ class Config:
             "final_tokens", "checkpoint_every", "snapshot_every", "skip", "optimiser.weight_decay",
             "optimiser.clip", "optimiser.warmup", "optimiser.decay", "optimiser.final",
             "optimiser.nonmonotone", "optimiser.finetune_epochs", "head.balance",
+            "penalty.spectrum_weight", "penalty.states_weight",
         )  # fmt: skip
         for name in amounts:
             if not _value(self, name) >= 0:

@@ -53,14 +53,14 @@ class Journal:
 
     def training(
         self, *, loss: float, gradient_norm: float, rate: float, tokens_per_second: float, skipped: int = 0,
-        mfu: float | None = None, peak_bytes: int | None = None,
+        mfu: float | None = None, peak_bytes: int | None = None, penalties: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         """The means since the last such line; the share of the device's operations that were the model's, and
-        the most memory so far, where these are known."""
+        the most memory so far, where these are known; penalties of the last step, where there are any."""
         if not self.main:
             return
         state = self.state
-        known = {"skipped": skipped or None, "mfu": mfu, "peak_bytes": peak_bytes}
+        known = {"skipped": skipped or None, "mfu": mfu, "peak_bytes": peak_bytes, "penalties": penalties}
         line = self.write(
             "train", epoch=state.epoch, tokens=state.tokens, loss=loss, lr=rate, gradient_norm=gradient_norm,
             tokens_per_second=tokens_per_second,

@@ -29,6 +29,7 @@ from fullrank.train.checkpoint import Stored
 from fullrank.train.config import Config
 from fullrank.train.model import build, start_at_unigram, width_factors
 from fullrank.train.objective import Carried, Objective
+from fullrank.train.penalty import Penalties
 
 
 def precision_of(setting: str, device: torch.device) -> str:
@@ -86,12 +87,19 @@ class Learner:
             self.bare.to(self.machine.device)
             self.bare.lm_head = shard(self.bare.lm_head)
         config = self.config
+        self.penalties = Penalties.of(config.penalty)
+        if self.penalties is not None and (vocab_parallel or fsdp):
+            raise FullrankError(
+                "penalty.spectrum and penalty.states need the head's matrix whole on every process: train "
+                "without --vocab-parallel and --fsdp"
+            )
         objective = Objective(
             self.bare,
             activation=config.activation,
             temporal=config.temporal,
             balance=config.head.balance,
             z_loss=config.z_loss,
+            penalties=self.penalties,
         )
         if vocab_parallel:
             ignored_parameters(objective)

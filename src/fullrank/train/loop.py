@@ -354,8 +354,14 @@ class Session:
                 loss=loss, gradient_norm=norm, rate=self.rate, tokens_per_second=tally.tokens_per_second,
                 skipped=tally.skipped, mfu=None if peak is None else share * self.flops / peak,
                 peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+                penalties=self._penalties(),
             )  # fmt: skip
         tally.begin()
+
+    def _penalties(self) -> dict[str, float] | None:
+        """Those of the last step, without their weights."""
+        penalties = self.learner.penalties
+        return None if penalties is None else {name: float(value) for name, value in penalties.last.items()}
 
     def _evaluate(self) -> None:
         """Validation loss, monitors, alarms; decides what is best and whether averaging begins."""

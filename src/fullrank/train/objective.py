@@ -1,7 +1,7 @@
 """What training minimises: a model's mean nats per token, and penalties on its states and priors.
 
     loss = nll + activation · mean(h²) + temporal · mean((r_t - r_{t-1})²) + balance · var(m) / mean(m)²
-               + z_loss · mean(Σ_k prior_k l_k²)
+               + z_loss · mean(Σ_k prior_k l_k²) + penalties on the shape of W and h (`penalty.py`)
 
 h [batch, time, H] are the last layer's states as the head reads them and r the same before dropout: the
 penalties of AWD-LSTM (Merity et al. 2017, 1708.02182). m [K] are the priors of a mixture summed over the
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fullrank.errors import FullrankError
 from fullrank.models import FullrankForCausalLM
 from fullrank.ops.arguments import compute_dtype
+from fullrank.train.penalty import Penalties
 
 Carried = tuple[Tensor, ...]
 """What a recurrent body hands to the next part of the same texts: tensors [batch, ...]. Empty for others."""
@@ -57,6 +58,7 @@ class Objective(nn.Module):
         temporal: float = 0.0,
         balance: float = 0.0,
         z_loss: float = 0.0,
+        penalties: Penalties | None = None,
     ) -> None:
         super().__init__()
         if balance and not model.lm_head.mixture:
@@ -65,6 +67,7 @@ class Objective(nn.Module):
             )
         self.model = model
         self.activation, self.temporal, self.balance, self.z_loss = activation, temporal, balance, z_loss
+        self.penalties = penalties
 
     def forward(self, ids: Tensor, targets: Tensor, carried: Carried = ()) -> Prediction:
         states, _, output = self.model.head_inputs(ids, state=carried or None)
@@ -84,6 +87,8 @@ class Objective(nn.Module):
         if log_prior is not None:
             mass = log_prior.exp().sum(0)
             loss = loss + self.balance * mass.var(correction=0) / mass.mean().square()
+        if self.penalties is not None:
+            loss = loss + self.penalties(self.model.lm_head.decoder.weight, states[0])
         return Prediction(loss, nll, _carried(output))
 
 

@@ -34,7 +34,7 @@ def gradient(
     hidden: Tensor, targets: Tensor, blocks: Tensor, output: OutputLayer, *, limit: int = CHUNK_BYTES
 ) -> Gradient:
     """From states [N, D], their targets [N] and blocks of text [N]."""
-    whiten = _whitening(output.weight)
+    whiten = whitening(output.weight)
     energies = []
     # Two V-wide tables live at once: scores, and under a soft cap their slope.
     size = max(1, limit // (8 * output.vocabulary))
@@ -52,7 +52,7 @@ def gradient(
     )
 
 
-def _whitening(weight: Tensor) -> Tensor:
+def whitening(weight: Tensor) -> Tensor:
     """[D, r] such that its transpose turns Wᵀ g into the coordinates of P g in an orthonormal basis."""
     values, vectors = torch.linalg.eigh(gram_matrix(weight))
     kept = values > 1e-12 * values[-1]

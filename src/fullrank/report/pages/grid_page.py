@@ -30,7 +30,7 @@ def grid_page(record: Grid) -> Page:
                 items=(
                     f"Hypothesis: {shown(statement.hypothesis, 800)}",
                     f"Comparison: {shown(statement.comparison, 800)}",
-                    f"Smallest effect of interest: {number(statement.smallest)} nats per token",
+                    f"Smallest effect of interest: {number(statement.smallest)} {shown(statement.unit)}",
                     f"Rule: {shown(statement.rule, 800)}",
                 ),
             ),
@@ -57,7 +57,13 @@ def _warnings(record: Grid) -> tuple[str, ...]:
 
 
 def _decided(record: Grid) -> Section:
-    rows = [one for one in record.answers if one.effect is not None and math.isfinite(one.effect.low)]
+    # One axis has one unit; what has another stands in the table.
+    unit = record.statement.unit
+    rows = [
+        one
+        for one in record.answers
+        if one.effect is not None and math.isfinite(one.effect.low) and one.unit == unit
+    ]
     marks, figures = [], []
     for one in rows:
         assert one.effect is not None
@@ -70,7 +76,7 @@ def _decided(record: Grid) -> Section:
         )  # fmt: skip
     smallest = record.statement.smallest
     picture = Intervals(
-        x=Axis(title="nats per token"), rows=tuple(mark.row for mark in marks), marks=tuple(marks),
+        x=Axis(title=shown(unit)), rows=tuple(mark.row for mark in marks), marks=tuple(marks),
         models=("effect",), figures=tuple(figures), lines=(-smallest, 0.0, smallest),
         legend=(
             Key(label="mean, 95% interval", colour=HIGH_RANK_COLOUR, mark="dot"),
@@ -89,16 +95,17 @@ def _decided(record: Grid) -> Section:
         text=() if record.answers else ("Nothing yet: runs are missing.",),
         chart=chart,
         table=Table(
-            caption="Nats per token.",
+            caption="Effects, each in its unit.",
             columns=(
                 Column(name="comparison"),
                 Column(name="effect", unit="95% interval"),
+                Column(name="unit"),
                 Column(name="runs"),
                 Column(name="would have been seen"),
                 Column(name="decision"),
             ),
             rows=tuple(
-                (shown(one.label, 120), one.effect, one.seeds, one.seen, shown(one.decision))
+                (shown(one.label, 120), one.effect, shown(one.unit), one.seeds, one.seen, shown(one.decision))
                 for one in record.answers
             ),
         )

@@ -1,0 +1,173 @@
+"""`fullrank study spam`: a language of one repeated symbol, over vocabularies: who learns it, how fast?
+
+Godey and Artzi (2026, 2603.10145) say that this becomes unlearnable at large V because a softmax of width D
+keeps only a share of its gradient, near sqrt(D / V) for a random matrix; Murugan (2608.16671) that at equal
+tokens a large V has few sequences a symbol, and that the kept share predicts nothing. So V is varied both
+ways (`spam_language.py` makes the text):
+
+    equal a symbol    8 sequences of every symbol, whatever V
+    equal in all      as many sequences for every V, and so fewer of a symbol the larger it is
+
+Rates are constant, so that what a run has learnt at some tokens or operations does not depend on its length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fullrank.results.grid import GridAnswer, GridRun, Statement
+from fullrank.studies.grid import Study
+from fullrank.studies.grid_plan import Done, Extent, Spec, Text, compared, transformer, tuned, whole_flops
+from fullrank.studies.spam_language import LENGTH, language
+
+STATEMENT = Statement(
+    question="Which heads learn a language of one repeated symbol at a vocabulary of 8,192 to 131,072, how "
+    "fast, and is that as the kept gradient says?",
+    hypothesis="With 8 sequences of every symbol softmax of width 64 learns it at every vocabulary, although "
+    "it keeps less of the gradient the larger V is; what fails at large V is too few sequences of a symbol. "
+    "Mixtures learn it no faster for the same operations.",
+    comparison="Heads against softmax of the same seed for the same operations, and at the tokens where the "
+    "costlier one ends; softmax at one V against the smallest, as a share of log V. Rates tuned for each on "
+    "a quarter of a run, three seeds.",
+    smallest=0.1,
+    rule="Better or worse where the 95% interval over seeds has one sign and the mean is at least the "
+    "smallest effect; no difference of interest where it lies within it on both sides; else undecided. Of "
+    "vocabularies the smallest effect is 0.05 of log V. A run has learnt where its validation loss is at "
+    "most a tenth of log V.",
+)
+
+HEADS: Mapping[str, tuple[str, int]] = {
+    "softmax": ("softmax", 1), "sigsoftmax": ("sigsoftmax", 1), "plif": ("plif", 1), "mos2": ("mos", 2),
+    "mos4": ("mos", 4), "trunk10": ("trunk", 10),
+}  # fmt: skip
+USED, SMALL_USED = ("softmax", "sigsoftmax", "plif", "mos4", "trunk10"), ("softmax", "mos2")
+CELLS = ((8192, 8), (32768, 8), (131072, 8), (8192, 32), (131072, 2))
+"""V and sequences of a symbol: three with equally many of each, and three with equally many in all."""
+SMALL_CELLS = ((256, 8), (512, 8), (256, 16))
+WIDTH, SMALL_WIDTH = 64, 16
+BATCH, SMALL_BATCH = 256, 16
+LEARNT, OF_LOG = 0.1, 0.05
+"""Shares of log V: the loss of a run that has learnt, and the smallest effect between vocabularies."""
+RATES = (4.0, 8.0, 16.0)
+
+
+def texts(folder: Path, extent: Extent) -> tuple[Text, ...]:
+    return tuple(language(folder, *cell) for cell in (SMALL_CELLS if extent.small else CELLS))
+
+
+def plan(done: Done, extent: Extent) -> list[Spec]:
+    specs: list[Spec] = []
+    for text in extent.texts:
+        budget = ""
+        for label in SMALL_USED if extent.small else USED:
+            own = _of(text, label, extent)
+            best, trials = tuned(done, own, RATES)
+            specs += trials
+            if best is None:
+                if label == "softmax":
+                    break
+                continue
+            budget = budget or f"budget=flops={whole_flops(done, own, trials):.6g}"
+            specs += [
+                dataclasses.replace(
+                    own, name=f"{own.name}-seed{seed}", seed=seed,
+                    settings=(*own.settings, *best, "steps=0", budget),
+                )
+                for seed in range(extent.seeds)
+            ]  # fmt: skip
+    return specs
+
+
+def _of(text: Text, label: str, extent: Extent) -> Spec:
+    head, components = HEADS[label]
+    batch = SMALL_BATCH if extent.small else BATCH
+    # Once over all sequences.
+    steps = int(text.facts["vocabulary"]) * int(text.facts["copies"]) // batch
+    width = SMALL_WIDTH if extent.small else WIDTH
+    recipe, settings = transformer(width, extent, steps=steps, small_steps=steps, evaluations=8)
+    return Spec(
+        name=f"{text.name}-{label}", recipe=recipe, head=head, text=text,
+        settings=(
+            *settings, f"batch={batch}", f"length={LENGTH}", "body.layers=2", "head.tie=false",
+            f"head.components={components}", "optimiser.schedule=constant",
+            # Ten evaluations, whatever a budget makes of the steps.
+            "evaluate_every=0",
+        ),
+        factors={**text.facts, "head": label, "width": str(width)},
+    )  # fmt: skip
+
+
+def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
+    groups: dict[tuple[int, int, str], dict[int, GridRun]] = {}
+    for run in runs:
+        if "trial" not in run.factors and not run.failure and run.curve:
+            arm = int(run.factors["vocabulary"]), int(run.factors["copies"]), run.factors["head"]
+            groups.setdefault(arm, {})[run.seed] = run
+    found = []
+    for (size, copies, head), mine in groups.items():
+        where, words = f"V {size}, {copies} sequences a symbol", learnt(list(mine.values()))
+        if head != "softmax":
+            plain = groups.get((size, copies, "softmax"), {})
+            both = [(run, plain[seed]) for seed, run in mine.items() if seed in plain]
+            ways = {
+                "the same operations": [one.curve[-1].loss - other.curve[-1].loss for one, other in both],
+                "the same tokens": [_at_equal_tokens(one, other) for one, other in both],
+            }
+            for way, pairs in ways.items():
+                found.append(_with(compared(f"{head} for {way}: {where}", pairs, STATEMENT.smallest), words))
+            continue
+        # Against the smallest V with as many sequences of a symbol, and with as many in all.
+        softmax = [arm for arm in groups if arm[2] == head]
+        for alike in (
+            [arm for arm in softmax if arm[1] == copies],
+            [arm for arm in softmax if arm[0] * arm[1] == size * copies],
+        ):
+            first = min(alike)
+            if first != (size, copies, head):
+                label = f"softmax: {where} against V {first[0]}, {first[1]}"
+                pairs = [
+                    _share(mine[seed]) - _share(groups[first][seed])
+                    for seed in mine.keys() & groups[first].keys()
+                ]
+                found.append(_with(compared(label, pairs, OF_LOG, unit="of log V"), words))
+    return tuple(found)
+
+
+def _share(run: GridRun) -> float:
+    return run.curve[-1].loss / math.log(int(run.factors["vocabulary"]))
+
+
+def _at_equal_tokens(one: GridRun, other: GridRun) -> float:
+    """The difference of two runs where the shorter one ends."""
+    import numpy as np
+
+    end = min(one.curve[-1].tokens, other.curve[-1].tokens)
+    losses = [
+        float(np.interp(end, [point.tokens for point in run.curve], [point.loss for point in run.curve]))
+        for run in (one, other)
+    ]
+    return losses[0] - losses[1]
+
+
+def learnt(runs: Sequence[GridRun]) -> str:
+    """How many have learnt, from when on, and what they kept of the gradient at first."""
+    bound = LEARNT * math.log(int(runs[0].factors["vocabulary"]))
+    tokens = [next((point.tokens for point in run.curve if point.loss <= bound), None) for run in runs]
+    when = [count for count in tokens if count is not None]
+    words = f"learnt by {len(when)} of {len(runs)}"
+    if when:
+        words += f", after {statistics.fmean(when):.3g} tokens"
+    kept = [run.curve[0].monitors.get("gradient_kept", math.nan) for run in runs]
+    null = math.sqrt(int(runs[0].factors["width"]) / int(runs[0].factors["vocabulary"]))
+    return f"{words}; {statistics.fmean(kept):.3f} of the gradient's norm kept at first, {null:.3f} at random"
+
+
+def _with(answer: GridAnswer, words: str) -> GridAnswer:
+    return dataclasses.replace(answer, sentence=f"{answer.sentence}; {words}")
+
+
+SPAM = Study(name="spam", statement=STATEMENT, plan=plan, answers=answers, texts=texts)
