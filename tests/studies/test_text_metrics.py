@@ -83,7 +83,9 @@ def test_judged_loss_is_that_of_the_tokens_behind_the_prompt(word_model: Path) -
 
 
 def test_articles(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text(" \n = A = \n The cat 's cat @-@ like hat .\n", encoding="utf8")
+    (tmp_path / "train.txt").write_text(
+        " \n = A = \n The cat 's cat @-@ like hat .\n = B = \n A\n", encoding="utf8"
+    )
     (tmp_path / "test.txt").write_text(
         " \n = First Thing = \n\n One two , three @-@ four .\n = = Part = = \n five ( six ) seven eight\n"
         " = Short = \n\n one two\n",
@@ -93,6 +95,7 @@ def test_articles(tmp_path: Path) -> None:
     (one,) = found.test
     assert one.prompt == "First Thing\nOne two, three"
     assert found.counts["cat"] == 2
+    assert found.train == ("A\nThe cat's cat-like hat.", "B\nA")
     with pytest.raises(FullrankError, match="no article of 60 words"):
         article_prompts.read(tmp_path, prompt=30, continuation=30)
     with pytest.raises(FullrankError, match=r"train\.txt cannot be read"):

@@ -29,6 +29,8 @@ class Article:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Articles:
+    train: tuple[str, ...]
+    """Beginnings of articles to train on, of as many words as a prompt and its continuation."""
     test: tuple[Article, ...]
     counts: Counter[str]
     """Of words in the file to train on."""
@@ -58,7 +60,14 @@ def read(directory: Path, *, prompt: int = 64, continuation: int = 64) -> Articl
             f"{directory / FILES['test']} has no article of {prompt + continuation} words, expected lines "
             "' = Title = ' with text below them"
         )
-    return Articles(test=tuple(found), counts=Counter(words(plain(texts["train"]))))
+    begun = [
+        f"{title}\n{plain(' '.join(body.split()[: prompt + continuation]))}"
+        for title, body in _articles(texts["train"])
+        if body
+    ]
+    if len(begun) < 2:
+        raise FullrankError(f"{directory / FILES['train']} has {len(begun)} articles, expected 2 or more")
+    return Articles(train=tuple(begun), test=tuple(found), counts=Counter(words(plain(texts["train"]))))
 
 
 def plain(text: str) -> str:
