@@ -171,6 +171,8 @@ class Study:
         self.plain.requires_grad_(False)
         self.upper = UpperLayers(self.plain, anatomy.examine(loaded).blocks, config.layers)
         self.start = checkpoints.weights(self.upper.parameters())
+        self._recorded: dict[Example, Tensor] = {}
+        """By text [time, H]."""
         self.test = task.test[: config.prompts]
         self.prompts = [sampling.prompt_ids(loaded, one.prompt) for one in self.test]
         order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(0)).tolist()
@@ -201,7 +203,16 @@ class Study:
         for row, (ids, first) in enumerate(rows):
             context[row, : len(ids)] = torch.tensor(ids)
             targets[row, first - 1 : len(ids) - 1] = torch.tensor(ids[first:], dtype=torch.long)
-        return Texts(context=context, targets=targets, recorded=self.upper.record(context.clamp_min(0)))
+        return Texts(context=context, targets=targets, recorded=self._record(context, examples))
+
+    def _record(self, context: Tensor, examples: Sequence[Example]) -> Tensor:
+        """What enters the trained layers: made once a text, since all methods read the same texts."""
+        new = [row for row, one in enumerate(examples) if one not in self._recorded]
+        if new:
+            for row, states in zip(new, self.upper.record(context[new].clamp_min(0)), strict=True):
+                # Without its padding, which nothing before it has seen.
+                self._recorded[examples[row]] = states[: int((context[row] >= 0).sum())].clone()
+        return nn.utils.rnn.pad_sequence([self._recorded[one] for one in examples], batch_first=True)
 
     def head(self, method: str, seed: int) -> Head:
         """The output layer of a method, with the model's own matrix; the same distribution but for memory."""
