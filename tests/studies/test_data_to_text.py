@@ -20,6 +20,7 @@ DEVSET = """mr,ref
 TEST = """mr,ref
 "area[city centre], name[Strada], familyFriendly[no]","Strada, in the centre, is for adults."
 "name[Strada], rating[low]",Strada is poorly rated.
+"name[Strada], rating[low]",The reviews of Strada are poor.
 """
 
 

@@ -47,7 +47,7 @@ METHODS = ("base", "softmax", "trime", "histalign", "mos", "trunk_cache")
 MEMORIES = ("trime", "histalign", "trunk_cache")
 MEMORY_RATE = 500.0
 """Rate of the memory's log weight, which is in nats, in units of the layers'."""
-FORMAT = 1
+FORMAT = 2
 """Of what is kept; raised when its meaning changes."""
 CALIBRATED = 16
 """Texts that the memory's start is chosen on."""
@@ -123,13 +123,14 @@ def run(
     methods, done = [], 0
     for method in config.methods:
         tried: dict[str, float] = {}
-        rates = config.rates if method != "base" else ()
+        # One rate is no choice.
+        rates = config.rates if method != "base" and len(config.rates) > 1 else ()
         for rate in rates:
             progress(f"rate {rate:g}: {method}", done / count)
             tried[f"{rate:g}"] = study.one(method, config.seeds[0], rate, whole=False)["development"]
             done += 1
         done += len(config.rates) - len(rates)
-        best = min(rates, key=lambda one: tried[f"{one:g}"], default=None)
+        best = None if method == "base" else min(config.rates, key=lambda one: tried.get(f"{one:g}", 0.0))
         found = []
         for seed in config.seeds:
             progress(f"training: {method}, seed {seed}", done / count)
@@ -154,7 +155,7 @@ def run(
         new_tokens=config.new_tokens,
         temperature=study.temperature,
         memory_start=study.memory_start,
-        people=task.scores([task.cut(one.text) for one in test]),
+        people=task.people(len(test)),
         methods=tuple(methods),
         notes=task.notes,
     )

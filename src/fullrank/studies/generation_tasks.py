@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import random
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +45,8 @@ class Task:
     """What counts of a text that was generated."""
     scores: Callable[[Sequence[str]], dict[str, float]]
     """Measures of texts behind the first test prompts, in their order."""
+    people: Callable[[int], dict[str, float]]
+    """The same of people's own texts behind so many prompts."""
     marked: Callable[[int, str], tuple[Piece, ...]]
     """A text behind a test prompt, with what it has copied and what it has made up."""
     notes: tuple[str, ...] = ()
@@ -69,36 +72,51 @@ def _restaurants(directory: Path, judge: loading.Loaded | None) -> Task:
     def examples(some: Sequence[data_to_text.Description]) -> tuple[Example, ...]:
         return tuple(Example(prompt=one.prompt, text=f" {text}\n") for one in some for text in one.references)
 
-    def scores(texts: Sequence[str]) -> dict[str, float]:
-        chosen = found.test[: len(texts)]
+    # The file is in order of names; some prompts should be of all kinds.
+    test = list(found.test)
+    random.Random(0).shuffle(test)
+
+    def measured(
+        texts: Sequence[str], chosen: Sequence[data_to_text.Description], references: Sequence[Sequence[str]]
+    ) -> dict[str, float]:
         looked = [slot_forms.look(text, one.slots, places) for text, one in zip(texts, chosen, strict=True)]
-        bleu, chrf = text_metrics.overlap(texts, [one.references for one in chosen])
+        bleu, chrf = text_metrics.overlap(texts, references)
         return {
             "slots said": statistics.fmean(
-                len(one.realised) / len(all_.slots) for one, all_ in zip(looked, chosen, strict=True)
+                len(one.realised) / (len(one.realised) + len(one.missing)) for one in looked
             ),
             "slots made up": statistics.fmean(len(one.invented) for one in looked),
             "BLEU": bleu,
             "chrF": chrf,
             "table precision": statistics.fmean(
-                text_metrics.table_precision(text, one.slots.values(), one.references)
-                for text, one in zip(texts, chosen, strict=True)
+                text_metrics.table_precision(text, one.slots.values(), theirs)
+                for text, one, theirs in zip(texts, chosen, references, strict=True)
             ),
             **_judged(judge, [one.prompt for one in chosen], texts),
         }
+
+    def scores(texts: Sequence[str]) -> dict[str, float]:
+        chosen = test[: len(texts)]
+        return measured(texts, chosen, [one.references for one in chosen])
+
+    def people(count: int) -> dict[str, float]:
+        chosen = [one for one in test[:count] if len(one.references) > 1]
+        if not chosen:
+            return {}
+        first = [one.references[0] for one in chosen]
+        return measured(first, chosen, [one.references[1:] for one in chosen])
 
     return Task(
         name="restaurants",
         train=examples(found.train),
         development=examples(found.development),
-        test=tuple(Example(prompt=one.prompt, text=f" {one.references[0]}\n") for one in found.test),
+        test=tuple(Example(prompt=one.prompt, text=f" {one.references[0]}\n") for one in test),
         sha256=_sha256(directory, data_to_text.FILES.values()),
         cut=data_to_text.continuation,
         scores=scores,
-        notes=(
-            "People’s figures are of one reference a prompt, which BLEU and chrF compare with itself too.",
-        ),
-        marked=lambda place, text: pieces(text, slot_forms.look(text, found.test[place].slots, places).spans),
+        people=people,
+        notes=("People’s figures are of the first reference a prompt, against the others.",),
+        marked=lambda place, text: pieces(text, slot_forms.look(text, test[place].slots, places).spans),
     )
 
 
@@ -143,6 +161,7 @@ def _articles(directory: Path, judge: loading.Loaded | None) -> Task:
         sha256=_sha256(directory, article_prompts.FILES.values()),
         cut=str.strip,
         scores=scores,
+        people=lambda count: scores([one.continuation for one in found.test[:count]]),
         marked=marked,
     )
 
