@@ -124,6 +124,8 @@ def test_articles(loaded: loading.Loaded, tmp_path: Path) -> None:
     task = generation_tasks.read("articles", tmp_path, judge=loaded)
     config = dataclasses.replace(SMALL, methods=("base", "trime"), rates=(1e-4,))
     found = generation.run(loaded, task, config, directory=tmp_path / "kept", data="w", judge="itself")
+    assert found.methods[1].rate == 1e-4
+    assert found.methods[1].tried == {}
     names = {"telling words back", "rep-2", "rep-4", "distinct-2", "judge's loss"}
     assert all(set(one.scores) == names for one in found.methods)
     assert found.people["rep-4"] > 0.5
