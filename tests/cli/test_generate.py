@@ -12,7 +12,7 @@ import tyro
 from fullrank.cli.generate import Generate, generate
 from fullrank.errors import FullrankError
 from fullrank.models.loading import from_objects
-from fullrank.models.sampling import sample
+from fullrank.models.sampling import sample, sample_each
 from fullrank.models.tokenizer import as_tokenizer
 from fullrank.text.vocabulary import Words
 from fullrank.train import loaded
@@ -45,6 +45,13 @@ def test_several(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed == f"{texts[0]}\n\n--- seed 1\n{texts[1]}\n"
 
 
+def test_several_prompts_and_beams(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tokens", "5", "--temperature", "0", "--beams", "2", "--device", "cpu"]
+    generate(parsed("--prompt", "a b", "--prompt", "c", "runs/t", *flags))
+    texts = sample_each(model, ["a b", "c"], tokens=5, temperature=0, beams=2)
+    assert capsys.readouterr().out == f"{texts[0]}\n\n--- prompt 2\n{texts[1]}\n"
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
@@ -52,6 +59,7 @@ def test_several(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
         (["--seed", "-1"], "--seed"),
         (["--tokens", "0"], "tokens=0"),
         (["--top-p", "2"], "top_p=2"),
+        (["--beams", "2"], "set the temperature to 0"),
         (["--device", "abacus"], "abacus"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from fullrank.errors import FullrankError
 from fullrank.models.loading import Loaded, from_objects, load
-from fullrank.models.sampling import sample
+from fullrank.models.sampling import continue_each, prompt_ids, sample, sample_each
 from fullrank.models.tokenizer import as_tokenizer
 from fullrank.text.vocabulary import Bytes, Vocabulary, Words
 from fullrank.upgrade import upgrade
@@ -132,11 +132,13 @@ def test_an_upgraded_model_has_its_originals_text(tiny_checkpoint: Any) -> None:
         {"top_k": -1},
         {"top_p": 0.0},
         {"top_p": 1.1},
+        {"beams": 0},
+        {"beams": 2, "temperature": 0.5},
     ],
 )
 def test_impossible_settings(given: dict[str, float]) -> None:
     with pytest.raises(FullrankError, match=next(iter(given))):
-        sample(loaded(), "", **{"tokens": 1, **given})  # type: ignore[arg-type]
+        sample_each(loaded(), [""], **{"tokens": 1, **given})  # type: ignore[arg-type]
 
 
 def test_a_broken_model_is_named() -> None:
@@ -145,3 +147,33 @@ def test_a_broken_model_is_named() -> None:
         one.model.model.embedding.weight.fill_(math.nan)
     with pytest.raises(FullrankError, match="no token a probability"):
         sample(one, "", tokens=1)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(("kind", "head"), [("lstm", "cache"), ("transformer", "cache")])
+def test_prompts_of_different_lengths_together(kind: str, head: str, beams: int) -> None:
+    """Each as alone, a full context and an empty prompt among them."""
+    one = loaded(kind, head)
+    prompts = ["a b\nc", "", "d", "a b c d a b c d a b", "c d"]
+    found = sample_each(one, prompts, tokens=12, temperature=0, beams=beams)
+    assert found == [
+        sample_each(one, [prompt], tokens=12, temperature=0, beams=beams)[0] for prompt in prompts
+    ]
+    assert all(text.startswith(prompt) for text, prompt in zip(found, prompts, strict=True))
+
+
+def test_a_text_that_ends_beside_one_that_goes_on() -> None:
+    one = loaded("transformer", "cache", vocabulary=Bytes())
+    ids = continue_each(one, [prompt_ids(one, "A"), prompt_ids(one, "Bc")], tokens=6, temperature=0)
+    end = next(token for token in ids[0][2:] if token not in ids[1])
+    one.model.generation_config.eos_token_id = end
+    again = continue_each(one, [prompt_ids(one, "A"), prompt_ids(one, "Bc")], tokens=6, temperature=0)
+    assert again[0] == ids[0][: ids[0].index(end) + 1]
+    assert again[1] == ids[1]
+
+
+def test_draws_of_a_batch_are_repeatable() -> None:
+    one = loaded("transformer", "cache")
+    first = sample_each(one, ["a", "b c"], tokens=20, seed=1)
+    assert sample_each(one, ["a", "b c"], tokens=20, seed=1) == first
+    assert sample_each(one, ["a", "b c"], tokens=20, seed=2) != first

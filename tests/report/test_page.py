@@ -140,7 +140,7 @@ def test_a_kind_without_a_page_is_an_error(made: Provenance, tmp_path: Path) -> 
 
 def test_missing_jinja_is_named(ladder: Ladder, made: Provenance, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(FullrankError, match=r"'jinja2'.*pip install 'fullrank\[report\]'"):
+    with pytest.raises(FullrankError, match=r"'jinja2'.*pip install altair vl-convert-python jinja2"):
         fullrank.report.render(ladder, made)
 
 

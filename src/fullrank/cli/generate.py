@@ -17,12 +17,14 @@ class Generate:
 
     run: Annotated[str, tyro.conf.Positional]
     """The --out of `fullrank train` or `upgrade`, a transformers directory, a hub name or a .gguf file."""
-    prompt: str = ""
-    """Text to go on from."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Text to go on from; several times for several texts, which are read together."""
     tokens: int = 100
     """Tokens to sample, at most: a model may end its text."""
     temperature: float = 1.0
     """Below 1 is more careful, 0 takes the most probable token."""
+    beams: int = 1
+    """With temperature 0: look for the most probable text with so many beams."""
     top_k: int = 0
     """Sample from so many most probable tokens; 0 is all."""
     top_p: float = 1.0
@@ -49,13 +51,16 @@ def generate(options: Generate) -> None:
         raise FullrankError(f"--count is {options.count}, expected 1 or more")
     if options.seed < 0:
         raise FullrankError(f"--seed is {options.seed}, expected 0 or more")
-    settings = {name: getattr(options, name) for name in ("tokens", "temperature", "top_k", "top_p")}
+    settings = {name: getattr(options, name) for name in ("tokens", "temperature", "top_k", "top_p", "beams")}
     sampling.check(**settings)
     loaded = load_any(options.run, checkpoint=options.checkpoint, device=device_of(options.device))
+    prompts = options.prompt or ("",)
     for number in range(options.count):
         seed = options.seed + number
-        text = sampling.sample(loaded, options.prompt, seed=seed, allow_unknown=options.unknown, **settings)
-        if number:
-            print(f"\n--- seed {seed}")
-        # At once: the next text may take a while.
-        print(text, flush=True)
+        texts = sampling.sample_each(loaded, prompts, seed=seed, allow_unknown=options.unknown, **settings)
+        for place, text in enumerate(texts):
+            if number or place:
+                heads = [f"prompt {place + 1}"] * (len(prompts) > 1) + [f"seed {seed}"] * (options.count > 1)
+                print(f"\n--- {', '.join(heads)}")
+            # At once: the next text may take a while.
+            print(text, flush=True)

@@ -1,17 +1,20 @@
-"""`fullrank study histalign`: which output layer completes prompts that two words fit equally well?"""
+"""`fullrank study histalign`: which output layer follows its prompt?
+
+Ambiguous templates by default; with --task, texts generated from tables or behind the beginnings of articles.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fullrank.results import Templates
+    from fullrank.results import Generation, Templates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +23,31 @@ class Histalign:
 
     Run the same command again to go on with one that was stopped.
 
+    With --task restaurants or articles texts are generated and measured instead, at each method's best rate.
+
     Example: fullrank study histalign --out runs/histalign
+    Example: fullrank study histalign --task restaurants --data e2e-nlg --out runs/restaurants
     """
 
     model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
     """A directory, a hub name or a .gguf file; SmolLM2-135M, which a package carries, by default."""
-    methods: tuple[str, ...] = ("base", "cache", "softmax", "trime", "histalign", "histalign_sum", "mos")
-    """Which to compare, base among them."""
+    task: Literal["templates", "restaurants", "articles"] = "templates"
+    """templates: prompts that two words fit; restaurants: descriptions from E2E NLG's tables; articles:
+    continuations of WikiText-2."""
+    data: Path | None = None
+    """Folder of E2E NLG (devset.csv, testset_w_refs.csv) or of WikiText-2 (train.txt, test.txt)."""
+    judge: str | None = None
+    """Another model, whose loss of a generated text is its coherence; restaurants and articles."""
+    rates: tuple[float, ...] = (3e-5, 1e-4, 3e-4)
+    """Learning rates that every method tries; restaurants and articles."""
+    steps: int = 96
+    """Of training; restaurants and articles."""
+    generated: int = 64
+    """Test prompts that texts are generated for; restaurants and articles."""
+    new_tokens: int = 64
+    """Tokens of a generated text, at most."""
+    methods: tuple[str, ...] = ()
+    """Which to compare, of templates base among them; by default all that the task has."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each draws its own split of the word pairs, prompts, order and start of the head."""
     layers: int = 2
@@ -59,10 +80,13 @@ def histalign(options: Histalign) -> None:
     from fullrank.cli.progress import Bar, device_name
     from fullrank.models import loading
     from fullrank.studies import histalign as study
-    from fullrank.studies.histalign_setting import Config
+    from fullrank.studies.histalign_setting import METHODS, Config
 
+    if options.task != "templates":
+        _generate(options)
+        return
     config = Config(
-        methods=options.methods,
+        methods=options.methods or METHODS,
         seeds=options.seeds,
         layers=options.layers,
         train=options.prompts,
@@ -85,6 +109,72 @@ def histalign(options: Histalign) -> None:
     for drawn in tables(record):
         console.print(drawn)
     outcome.say_where(console, options.out)
+
+
+def _generate(options: Histalign) -> None:
+    from rich.console import Console
+
+    from fullrank import report, results
+    from fullrank.cli import outcome
+    from fullrank.cli.progress import Bar, device_name
+    from fullrank.errors import FullrankError
+    from fullrank.models import loading
+    from fullrank.studies import generation, generation_tasks
+
+    if options.data is None:
+        raise FullrankError(f"--task {options.task} needs --data, the folder of its texts")
+    config = generation.Config(
+        methods=options.methods or generation.METHODS,
+        seeds=options.seeds,
+        rates=options.rates,
+        layers=options.layers,
+        steps=options.steps,
+        prompts=options.generated,
+        new_tokens=options.new_tokens,
+        components=options.components,
+    )
+    results.check_writable(options.out)
+    report.check_installed()
+    console = Console()
+    made = results.provenance(seed=None, device=device_name("cpu"))
+    directory = options.cache or results.cache_directory() / "generation"
+    results.check_writable(directory)
+    generation_tasks.check(options.task, options.data)
+    with Bar(console) as bar:
+        judge = None if options.judge is None else loading.load(options.judge)
+        task = generation_tasks.read(options.task, options.data, judge)
+        loaded = loading.load(options.model, say=lambda message: bar.update(message, 0.0))
+        record = generation.run(
+            loaded,
+            task,
+            config,
+            directory=directory,
+            data=options.data.name,
+            judge="" if judge is None else judge.name,
+            progress=bar.update,
+        )
+    outcome.write(record, made, options.out)
+    console.print(generation_table(record))
+    outcome.say_where(console, options.out)
+
+
+def generation_table(record: Generation) -> Table:
+    """Measures by method; means over seeds."""
+    import statistics
+
+    from rich.table import Table
+
+    names = list(dict.fromkeys(name for method in record.methods for name in method.scores))
+    drawn = Table(title=f"Texts behind {record.prompts} prompts", title_justify="left")
+    drawn.add_column("method", no_wrap=True)
+    for head in ("loss", *names):
+        drawn.add_column(head, justify="right")
+    for method in record.methods:
+        cells = [method.losses, *(method.scores[name] for name in names)]
+        drawn.add_row(method.method, *(f"{statistics.fmean(cell):.3g}" for cell in cells))
+    people = (f"{record.people[name]:.3g}" if name in record.people else "" for name in names)
+    drawn.add_row("people", "", *people)
+    return drawn
 
 
 def tables(record: Templates) -> list[Table]:

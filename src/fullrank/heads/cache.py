@@ -235,6 +235,8 @@ class CacheHead(Head):
         asking = ids >= 0
         if memory is not None:
             self._check_memory(memory, keys)
+            # A memory that outgrew the window is not copied.
+            memory = memory.last(self.window)
             keys = torch.cat([memory.keys.to(keys.dtype), keys], 1)
             ids, first = torch.cat([memory.ids, ids], 1), len(memory)
         return Remembered(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.heads.base import Head
-from fullrank.heads.memory import Remembered, by_token, either, rectangles
+from fullrank.heads.memory import Remembered, add_by_token, by_token, either, rectangles
 from fullrank.heads.pieces import piece_tokens
 from fullrank.heads.rows import RowHead
 from fullrank.heads.store import Store, nearest
@@ -70,18 +70,24 @@ class CacheScores:
     def log_probs(self, piece: slice) -> Tensor:
         """[piece, V], of base and memory."""
         base, normaliser = self._base(piece)
-        found, every = self.memory(piece)
+        scores, seen, tokens = self._entries(piece)
+        every = masked_logsumexp(scores, seen)
         weight = self.memory_weight.to(every.dtype) - normaliser
-        joint = either(base, found + weight[:, None])
+        if torch.is_grad_enabled():
+            joint = either(base, by_token(scores, seen, tokens, self.base.vocab) + weight[:, None])
+        else:
+            joint = add_by_token(base, scores + weight[:, None], seen, tokens)
         return joint - torch.logaddexp(torch.zeros_like(every), every + weight)[:, None]
 
     def memory_log_probs(self, piece: slice) -> Tensor:
         """[piece, V], of the memory alone; -inf where nothing is remembered."""
-        found, every = self.memory(piece)
+        scores, seen, tokens = self._entries(piece)
+        every = masked_logsumexp(scores, seen)
+        found = by_token(scores, seen, tokens, self.base.vocab)
         return found - torch.where(torch.isneginf(every), 0.0, every)[:, None]
 
-    def memory(self, piece: slice) -> tuple[Tensor, Tensor]:
-        """The memory's logsumexp by token [piece, V], and over all of it [piece]."""
+    def _entries(self, piece: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Of all that a token of the piece may remember: scores, which are seen, and tokens, [piece, m]."""
         batch, rows = self.places[piece.start]
         scores, seen, tokens = self.remembered.scores(batch, rows)
         chosen = self.index[piece] - (batch.start * self.time + rows.start)
@@ -93,10 +99,10 @@ class CacheScores:
             tokens = tokens.masked_fill(~self.remembered.asking.flatten()[self.index[piece], None], -1)
             scores, held = torch.cat([scores, more], 1), torch.cat([held, tokens], 1)
             seen = torch.cat([seen, tokens >= 0], 1)
-        return by_token(scores, seen, held, self.base.vocab), masked_logsumexp(scores, seen)
+        return scores, seen, held
 
     def _base(self, piece: slice) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the base [piece, V] and its normaliser [piece]."""
+        """Log-probabilities of the base [piece, V], a tensor of its own, and its normaliser [piece]."""
         index, base = self.index[piece], self.base
         if self.whole is not None:
             return self.whole[index], self.whole.new_zeros(len(index))

@@ -106,6 +106,23 @@ def by_token(scores: Tensor, seen: Tensor, tokens: Tensor, vocab: int) -> Tensor
     return torch.where(there, torch.where(there, total, 1.0).log() + peak, -torch.inf)
 
 
+def add_by_token(base: Tensor, scores: Tensor, seen: Tensor, tokens: Tensor) -> Tensor:
+    """`either(base, by_token(scores, ...))`, written into base [n, V]; without gradients.
+
+    A memory holds far fewer tokens than there are: only their columns are worked on, so that a step of
+    decoding pays little for the width of the vocabulary.
+    """
+    column = tokens.clamp_min(0)
+    hidden = scores.masked_fill(~seen, -torch.inf)
+    peak = torch.full_like(base, -torch.inf).scatter_reduce_(1, column, hidden.to(base.dtype), "amax")
+    peak = peak.gather(1, column)
+    above = torch.where(seen, scores - peak, -torch.inf).exp().to(base.dtype)
+    total = torch.zeros_like(base).scatter_add_(1, column, above).gather(1, column)
+    # Entries of one token have one number, those of it that are not seen too: whichever is written last.
+    found = torch.where(total > 0, total.log() + peak, -torch.inf)
+    return base.scatter_(1, column, either(base.gather(1, column), found))
+
+
 def either(first: Tensor, second: Tensor) -> Tensor:
     """logaddexp, without NaN in the gradient where both are -inf."""
     neither = torch.isneginf(first) & torch.isneginf(second)

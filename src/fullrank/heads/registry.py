@@ -30,14 +30,18 @@ def find(name: str) -> type[Head]:
     return HEADS[name]
 
 
-def parameters(
-    *, hidden: int, vocab: int = 0, components: Any = 1, width: Any = None, contexts: Any = (), **_: Any
-) -> int:
-    """About how many a head with these options has: a projection for every component, and its matrix."""
-    wide = width if isinstance(width, int) and width > 0 else hidden
+def parameters(*, contexts: Any = (), **options: Any) -> int:
+    """About how many a head with these options has: a projection for every component, and its matrix. What
+    is no number counts nothing here: the head itself complains of it."""
+
+    def size(name: str) -> int:
+        value = options.get(name)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    hidden = size("hidden")
+    wide = size("width") or hidden
     each = [one for one in contexts or () if isinstance(one, int)]
-    count = max(components if isinstance(components, int) else 1, sum(each), 1)
-    return count * wide * hidden + vocab * wide
+    return max(size("components"), sum(each), 1) * wide * hidden + size("vocab") * wide
 
 
 def build(name: str, *, hidden: int, vocab: int, **options: Any) -> Head:

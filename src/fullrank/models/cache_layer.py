@@ -1,12 +1,14 @@
-"""A cache head's memory inside transformers' own cache, so that it lives, grows and is reordered with it.
+"""A cache head's memory beside what the body carries on, so that it lives, grows and is reordered with it.
 
-It is one more layer behind the body's: its keys are the head's keys [batch, 1, M, D], its values the input
-ids [batch, 1, M, 1]. Whatever transformers does to a cache (reorder for beams, repeat, select, crop) it does
-to all layers, and so to the memory.
+In transformers' own cache it is one more layer behind the body's: its keys are the head's keys
+[batch, 1, M, D], its values the input ids [batch, 1, M, 1]. Whatever transformers does to a cache (reorder
+for beams, repeat, select, crop) it does to all layers, and so to the memory. The state of a recurrent body is
+tensors with the batch first, and the memory goes with them in a `StateWithMemory`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,37 @@ from transformers.cache_utils import DynamicLayer
 
 from fullrank.errors import FullrankError
 from fullrank.heads import Memory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StateWithMemory:
+    """What a recurrent body carries on, and what its head remembers of the same tokens."""
+
+    state: Any
+    """The body's own: tensors with the batch first."""
+    memory: Memory
+
+    def select(self, rows: Tensor) -> StateWithMemory:
+        return StateWithMemory(state=select(self.state, rows), memory=self.memory.select(rows))
+
+
+def select(state: Any, rows: Tensor) -> Any:
+    """These rows of a recurrent body's state, with or without a memory."""
+    if isinstance(state, StateWithMemory):
+        return state.select(rows)
+    return type(state)(tensor[rows] for tensor in state)
+
+
+def split(state: Any) -> tuple[Any, Memory | None]:
+    """The body's state and the memory; None and None at the beginning of a text."""
+    if state is None:
+        return None, None
+    if not isinstance(state, StateWithMemory):
+        raise FullrankError(
+            "the state has read tokens that the head knows nothing of: pass the whole text, or a state that "
+            "this model has returned"
+        )
+    return state.state, state.memory
 
 
 class MemoryLayer(DynamicLayer):

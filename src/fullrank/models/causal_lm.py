@@ -14,7 +14,7 @@ A repetition penalty, which multiplies, sees other numbers than it saw in the or
 head; its inner matrix is the output embedding, so that tying, resizing and adapters find what they expect. A
 head that reads the states of earlier tokens (`Head.reads_time`) needs them all at every step: with it
 `generate` runs without a cache. A head that carries a memory of them (`Head.carries_memory`) has it in the
-cache, as one more layer (`cache_layer`).
+cache, as one more layer, or beside the state of a recurrent body (`cache_layer`).
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         shift_labels, ignore_index = more.pop("shift_labels", None), more.pop("ignore_index", -100)
         head = self.lm_head
         memory = None
-        if self._remembers:
+        if self._remembers and self.carries_state:
+            more["state"], memory = remembered.split(more.get("state"))
+        elif self._remembers:
             memory = remembered.read(more.get("cache_params", past_key_values))
         elif head.reads_time:
             self._check_whole(past_key_values)
@@ -184,7 +186,12 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
             return_logits = self.config.return_logits if return_logits is None else return_logits
         if shift_labels is None or return_logits:
             logits = self._log_probs(states, context, logits_to_keep, memory)
-        if self._remembers:
+        state = getattr(output, "state", None)
+        if self._remembers and self.carries_state:
+            if context is not None and state is not None:
+                after = head.remember(states, context=context, **held)
+                state = remembered.StateWithMemory(state=state, memory=after)
+        elif self._remembers:
             cache = next(
                 (found for name in CACHES if (found := getattr(output, name, None)) is not None), None
             )
@@ -193,7 +200,8 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         return FullrankOutput(
             loss=loss,
             logits=cast(Any, logits),
-            **{name: getattr(output, name, None) for name in (*CACHES, "state")},
+            **{name: getattr(output, name, None) for name in CACHES},
+            state=state,
             hidden_states=output.hidden_states if wanted else None,
             attentions=getattr(output, "attentions", None),
         )
@@ -229,7 +237,9 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
 
     def generate(self, *arguments: Any, **settings: Any) -> Any:
         """As `GenerationMixin.generate`; a head that reads earlier states, and has no memory of them, runs
-        without a cache."""
+        without a cache. Texts of different lengths are padded on the left; a text of no token is refused."""
+        given = (*arguments[:1], settings.get("inputs"), settings.get("input_ids"))
+        _check_texts(next((ids for ids in given if ids is not None), None), settings.get("attention_mask"))
         if self.lm_head.reads_time and not self._remembers:
             settings["use_cache"] = False
         return GenerationMixin.generate(cast(Any, self), *arguments, **settings)
@@ -269,7 +279,29 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
                 decoder.bias[old:] = decoder.bias[:old].mean()
         return embedding
 
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # transformers looks for the name kwargs, and then for what forward takes.
+        if len(input_ids) > 1 and self.model.config.model_type == "rwkv":
+            # transformers mixes the rows of a batch where a state meets one token of each: all is read again.
+            kwargs.pop("state", None)
+            next_sequence_length = None
+        return GenerationMixin.prepare_inputs_for_generation(
+            cast(Any, self), cast(Any, input_ids), next_sequence_length, **kwargs
+        )
+
+    def _reorder_cache(self, cache: Any, rows: Tensor) -> Any:
+        """As a beam search picks its beams. transformers knows how to do it to its own caches alone."""
+        if not hasattr(cache, "reorder_cache"):
+            return remembered.select(cache, rows)
+        cache.reorder_cache(rows)
+        return cache
+
     def _supports_default_dynamic_cache(self) -> bool:  # type: ignore[override]
+        if self.carries_state:
+            # An empty cache beside the state would be reordered in its place.
+            return False
         # transformers asks the name of the class, and the body's is what it means.
         original: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self.config.body), None)
         return original is None or original._supports_default_dynamic_cache()
@@ -302,8 +334,8 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def _remembers(self) -> bool:
-        """Whether the head's memory goes into the body's cache."""
-        return self.lm_head.carries_memory and not self._accepted.isdisjoint(CACHES)
+        """Whether the head's memory goes with the body's cache or state."""
+        return self.lm_head.carries_memory and not self._accepted.isdisjoint((*CACHES, "state"))
 
     @property
     def _accepted(self) -> set[str]:
@@ -390,6 +422,29 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         if head.reads_time:
             return cast(Tensor, head(states, context=context, **held))[:, positions]
         return cast(Tensor, head([state[:, positions] for state in states]))
+
+
+def _check_texts(ids: Any, mask: Any) -> None:
+    """Refuse what nothing can be generated from: its next token would come from a state of padding."""
+    if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.shape[1]:
+        raise FullrankError(
+            f"a batch of {len(ids)} texts of no token has nothing to go on from: begin each with a token, "
+            "such as the tokenizer's bos_token"
+        )
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not mask.numel():
+        return
+    last = mask[:, -1] != 0
+    if not bool(last.all()):
+        row = int((~last).nonzero()[0])
+        empty = not bool(mask[row].any())
+        raise FullrankError(
+            f"text {row} of the batch {'is empty' if empty else 'ends in padding'} by its attention mask: "
+            + (
+                "begin it with a token, such as the tokenizer's bos_token"
+                if empty
+                else "pad on the left, with tokenizer.padding_side='left'"
+            )
+        )
 
 
 def build_head(config: FullrankConfig) -> Head:

@@ -65,12 +65,23 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Writings:
+    """A prompt and what several writers made of it."""
+
+    prompt: str
+    answers: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    """A writer's name and its text in pieces, each with its kind: copied, invented or plain."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
     title: str
     text: tuple[str, ...] = ()
     chart: Chart | None = None
     table: Table | None = None
     more_tables: tuple[Table, ...] = ()
+    writings: tuple[Writings, ...] = ()
+    """Generated texts, at the section's end."""
     items: tuple[str, ...] = ()
     """A list, under the paragraphs."""
     definition: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from fullrank.report.page import Page, html
 from fullrank.report.pages.attention_study_page import attention_study_page
 from fullrank.report.pages.corpus_page import corpora_page, corpus_page
 from fullrank.report.pages.diagnosis_page import comparison_page, diagnosis_page
+from fullrank.report.pages.generation_page import generation_page
 from fullrank.report.pages.grid_page import grid_page
 from fullrank.report.pages.ladder_page import ladder_page
 from fullrank.report.pages.series_page import series_page
@@ -28,6 +29,7 @@ from fullrank.results import (
     Corpora,
     Corpus,
     Diagnosis,
+    Generation,
     Grid,
     Ladder,
     Provenance,
@@ -52,6 +54,7 @@ _PAGES: dict[str, Callable[[Any], Page]] = {
     AttentionStudy.kind: attention_study_page,
     Templates.kind: templates_page,
     Grid.kind: grid_page,
+    Generation.kind: generation_page,
 }
 
 

@@ -14,6 +14,7 @@ from fullrank.results.files import (
     save,
     write_whole,
 )
+from fullrank.results.generation import Generation
 from fullrank.results.grid import Grid
 from fullrank.results.histalign import Templates
 from fullrank.results.ladder import Ladder, LadderRung
@@ -27,6 +28,7 @@ KINDS.update({record.kind: record for record in (Upgrade, Collapse, Corpus, Corp
 KINDS[AttentionStudy.kind] = AttentionStudy
 KINDS[Templates.kind] = Templates
 KINDS[Grid.kind] = Grid
+KINDS[Generation.kind] = Generation
 
 __all__ = [
     "KINDS",
@@ -40,6 +42,7 @@ __all__ = [
     "Diagnosis",
     "Estimate",
     "Evaluated",
+    "Generation",
     "Grid",
     "Ladder",
     "LadderRung",

@@ -244,22 +244,34 @@ class Study:
             return natural, 0.0
         ids = self.training_ids[:CALIBRATED]
         states = self.upper.states(ids, self.training[:CALIBRATED])[:, :-1]
-        context, targets = ids[:, :-1], ids[:, 1:]
-        score, normaliser = linear_logprob(
-            states.flatten(0, 1),
-            head.decoder.weight,
-            targets.flatten(),
-            bias=head.decoder.bias,
-            pointwise=head.pointwise,
+        return memory_start(head, states, ids[:, :-1], ids[:, 1:])
+
+
+@torch.no_grad()
+def memory_start(head: Head, states: Tensor, context: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Temperature and log weight with which a memory of states [n, time, H] has the least loss beside `head`.
+
+    `context` are the ids under the states, negative where there is padding; targets below 0 do not count.
+    """
+    counted = targets >= 0
+    score, normaliser = linear_logprob(
+        states[counted],
+        head.decoder.weight,
+        targets[counted],
+        bias=head.decoder.bias,
+        pointwise=head.pointwise,
+    )
+    held = entry_tokens(context)
+    natural = math.sqrt(head.hidden)
+    best = (math.inf, natural, 0.0)
+    for factor in TEMPERATURES:
+        temperature = factor * natural
+        agreeing, every = (
+            found[counted]
+            for found in memory_logsumexp(states / temperature, states, held, targets.clamp_min(-1))
         )
-        score, normaliser = score.view(targets.shape), normaliser.view(targets.shape)
-        held = entry_tokens(context)
-        best = (math.inf, natural, 0.0)
-        for factor in TEMPERATURES:
-            temperature = factor * natural
-            agreeing, every = memory_logsumexp(states / temperature, states, held, targets)
-            for weight in WEIGHTS:
-                joined = torch.logaddexp(normaliser, every + weight)
-                loss = float((joined - torch.logaddexp(score, agreeing + weight)).mean())
-                best = min(best, (loss, temperature, weight))
-        return best[1], best[2]
+        for weight in WEIGHTS:
+            joined = torch.logaddexp(normaliser, every + weight)
+            loss = float((joined - torch.logaddexp(score, agreeing + weight)).mean())
+            best = min(best, (loss, temperature, weight))
+    return best[1], best[2]
