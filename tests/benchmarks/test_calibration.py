@@ -60,7 +60,7 @@ CASES = {
 }
 
 
-USUAL = ("quantised", "healthy, shifted")
+USUAL = ("healthy, shifted",)
 """The others take as long, and what they have of their own is a family, a dtype or layers."""
 
 

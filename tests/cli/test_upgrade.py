@@ -206,6 +206,8 @@ def test_auto_says_when_no_head_is_worth_it(
     assert "model.safetensors" in left(out)
 
 
+# Three seconds for one more family of heads: auto itself is tested above.
+@pytest.mark.slow
 def test_auto_tries_bent_heads_over_a_soft_cap_too(text: Path, tmp_path: Path) -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 

@@ -203,6 +203,8 @@ def test_estimated_losses_agree_with_exact_ones(mixture: Made, name: str, option
     torch.testing.assert_close(written.flatten(), exact, atol=2e-5, rtol=1e-5)
 
 
+# Two seconds; what is estimated is held against what is exact in test_sampling.py.
+@pytest.mark.slow
 def test_few_rows_and_an_estimated_loss_find_the_mixture_too(mixture: Made) -> None:
     found = compared(
         mixture, dataclasses.replace(QUICK, exact=False, rows=30, rates=(0.5,)), mos={"components": 2}

@@ -46,8 +46,9 @@ def options(problem: Any, **more: Any) -> dict[str, Any]:
     return {"bias": problem.bias, "pointwise": problem.pointwise, **more}
 
 
-@pytest.mark.parametrize("impl", ["chunked", "reference"])
-# Half a second each: one component at one temperature here, several at the other.
+# Half a second each: one component at one temperature here, several at the other, and what is written out as
+# it is defined, which torch differentiates, in the slow tier.
+@pytest.mark.parametrize("impl", ["chunked", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("K", "temperature"),
     [(1, 1.0), (3, 0.5), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 0.5), (3, 1.0)))],

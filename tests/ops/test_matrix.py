@@ -380,9 +380,19 @@ def kernel_outputs(condition: str, dtype: torch.dtype, kind: str, components: in
     return (*at_ids, "entropy", "forward", "reverse", "jensen_shannon", *tempered)
 
 
+# Half precision is multiplied in fp32 here: what it reads is what the wider ones read.
 @mixtures
-@dtypes
-@pytest.mark.parametrize("condition", OUTPUT_CONDITIONS)
+@pytest.mark.parametrize(
+    ("condition", "dtype"),
+    [
+        pytest.param(
+            condition, DTYPES[name], id=f"{condition}-{name}",
+            marks=pytest.mark.slow
+            if DTYPES[name].itemsize == 2 and condition not in ("plain", "confident", "shifted") else (),
+        )
+        for condition, name in itertools.product(OUTPUT_CONDITIONS, DTYPES)
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("path", ["reference", "chunked"])
 def test_outputs_with_gradients(path, condition, dtype, kind, components):
     """Log-probabilities at ids, entropy and divergences: values, and gradients for uneven numbers."""

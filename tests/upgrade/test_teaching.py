@@ -205,6 +205,8 @@ def test_the_body_is_let_go_and_states_are_read_again(
     assert straight.teacher is not None
 
 
+# Four seconds; fits that go on where they were are held to their bits in tests/fit, without a teacher.
+@pytest.mark.slow
 def test_a_killed_distillation_ends_with_the_same_numbers(
     make: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +238,7 @@ def test_a_killed_distillation_ends_with_the_same_numbers(
     assert [one.distance for one in again.fits] == [one.distance for one in straight.fits]
 
 
-@pytest.mark.parametrize("head", ["mos", "low_rank"])
+@pytest.mark.parametrize("head", ["mos", pytest.param("low_rank", marks=pytest.mark.slow)])
 def test_our_own_heads_teach(head: str, make: Make, text: Path, tmp_path: Path) -> None:
     options = {"components": 3} if head == "mos" else {"rank": 16}
     teacher = make("large", width=24, seed=1, head=head, **options)

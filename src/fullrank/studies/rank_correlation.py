@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from scipy import stats
@@ -41,19 +41,20 @@ def related(
             sentence=f"{label}: {count} of them, too few to say", unit=UNIT,
         )  # fmt: skip
     random = np.random.default_rng(0)
-    given = [ranks[name] for name in names]
+    given = np.array([ranks[name] for name in names])
     means = np.array([statistics.fmean(values[name]) for name in names])
-    value = _spearman(given, means)
-    orders: Iterable[Sequence[int]] = itertools.permutations(range(count))
+    value = float(_spearman(given, means))
     if count > EXACT:
-        orders = (random.permutation(count).tolist() for _ in range(DRAWS))
-    shuffled = np.array([_spearman(given, means[list(order)]) for order in orders])
-    p = float((np.abs(shuffled) >= abs(value) - 1e-12).mean())
-    drawn = []
-    for _ in range(DRAWS):
-        some = [names[place] for place in random.integers(count, size=count)]
-        again = [float(random.choice(values[name], size=len(values[name])).mean()) for name in some]
-        drawn.append(_spearman([ranks[name] for name in some], again))
+        orders = random.permuted(np.tile(np.arange(count), (DRAWS, 1)), axis=1)
+    else:
+        orders = np.array(list(itertools.permutations(range(count))))
+    p = float((np.abs(_spearman(given, means[orders])) >= abs(value) - 1e-12).mean())
+    some = random.integers(count, size=(DRAWS, count))
+    again = np.empty(some.shape)
+    for place, name in enumerate(names):
+        own, here = np.asarray(values[name]), some == place
+        again[here] = random.choice(own, size=(int(here.sum()), len(own))).mean(axis=1)
+    drawn = _spearman(given[some], again)
     low, high = (float(end) for end in np.nanquantile(drawn, [level / 2, 1 - level / 2]))
     reach = float(stats.norm.ppf(1 - level / 2) + stats.norm.ppf(0.8))
     seen = math.tanh(reach * math.sqrt(1.06 / (count - 3)))
@@ -72,8 +73,9 @@ def related(
     )  # fmt: skip
 
 
-def _spearman(one: Sequence[float], other: Sequence[float] | np.ndarray) -> float:
-    """nan where one of them does not vary."""
-    first, second = (stats.rankdata(values) - (len(values) + 1) / 2 for values in (one, other))
-    size = math.sqrt(float(first @ first) * float(second @ second))
-    return float(first @ second) / size if size else math.nan
+def _spearman(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Over the last axis; nan where one of them does not vary."""
+    first, second = (stats.rankdata(each, axis=-1) - (each.shape[-1] + 1) / 2 for each in (one, other))
+    size = np.sqrt((first**2).sum(axis=-1) * (second**2).sum(axis=-1))
+    with np.errstate(invalid="ignore"):
+        return (first * second).sum(axis=-1) / size
