@@ -15,10 +15,10 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; [ $$
 # Rewritten asserts are kept even where the environment keeps no bytecode: they take a worker ten seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: env lock check-lock demo test test-all test-older lint style format bench docs wheel clean help
+.PHONY: env lock check-lock demo test test-all test-older test-processes lint style format bench docs wheel clean help
 
 help:
-	@echo "make demo | test | test-all | test-older | lint | format | bench | docs | wheel | env | lock | check-lock | clean"
+	@echo "make demo | test | test-all | test-older | test-processes | lint | format | bench | docs | wheel | env | lock | check-lock | clean"
 
 env: $(STAMP)
 
@@ -67,6 +67,10 @@ test: style
 
 test-all: lint
 	$(PYTEST) -m 'not gpu'
+
+# Each start of several processes imports torch for seconds: in CI, and out of the way of `make test`.
+test-processes: $(STAMP)
+	$(BIN)/pytest -q -m 'not gpu' tests/train/test_processes.py tests/models/test_distributed.py tests/ops/test_parallel.py
 
 # Products of bf16 and fp32 are other sums of other blocks on other processors. On x86 torch can be held to
 # instructions of 2013; also worth a try: make test-older OLDER=ONEDNN_MAX_CPU_ISA=AVX512_CORE

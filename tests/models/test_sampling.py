@@ -70,6 +70,8 @@ def test_narrow_choices_are_the_most_probable() -> None:
     assert sample(one, "a", tokens=12, temperature=1e-4) == expected
 
 
+# Three seconds of draws; how a head draws is in tests/heads/test_decoding.py.
+@pytest.mark.slow
 def test_shares_are_the_models() -> None:
     """First tokens of 400 texts against the model's probabilities, five standard deviations."""
     one = loaded()

@@ -249,6 +249,8 @@ def test_constant_and_smooth_curves() -> None:
     assert rising.best_step == 1
 
 
+# Four seconds, of one curve of 5,000 points.
+@pytest.mark.slow
 def test_very_long_curves_are_pooled() -> None:
     heights = numpy.concatenate([numpy.linspace(1, 0, 3000), numpy.linspace(0, 0.2, 2000)])
     found = saturation(curve(range(5000), scattered(heights, 0.1)))
