@@ -212,6 +212,10 @@ def launched(text: Path, out: Path, *arguments: str, launcher: str = "torchrun")
     try:
         yield parent
     finally:
+        # They are in sessions of their own, and would train for ever.
+        for process in workers(parent.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         wait(parent, 0)
 
 
