@@ -297,15 +297,16 @@ def _better_head(record: Diagnosis) -> str:
     assert found is not None
     if not found.best:
         return "no high-rank head was tried"
-    words = f"{found.best}: {_range(found.best_gain, '+.4f')} nats per token over {found.control}"
+    words = f"{found.best}: {_range(found.best_gain, '+z.4f')} nats per token over {found.control}"
     if found.split is not None:
         gain = found.split.gain
         words = (
-            f"splitting its rows, untrained: {'no gain' if gain is None else _range(gain, '+.4f')}; "
+            f"splitting its rows, untrained: {'no gain' if gain is None else _range(gain, '+z.4f')}; "
             f"{found.split.sure} directions surely above the null\n{words}"
         )
     if found.power is not None:
-        words += f"\nof a planted {found.power.planted.value:.4f} it found {_range(found.power.found, '.4f')}"
+        tried = found.power
+        words += f"\nof a planted {tried.planted.value:.4f} it found {_range(tried.found, 'z.4f')}"
     return words
 
 
