@@ -21,7 +21,8 @@ import torch
 from fullrank import results
 from fullrank.cli import main
 from fullrank.cli.diagnose import Diagnose, _dtype, _settings
-from fullrank.diagnose.diagnosis import QUICK, THOROUGH, Answers
+from fullrank.diagnose.answers import Answers
+from fullrank.diagnose.settings import QUICK, THOROUGH
 from fullrank.errors import FullrankError
 from fullrank.fit import collect
 from fullrank.models.loading import quiet
@@ -371,7 +372,7 @@ def test_an_interruption_writes_what_is_finished(
 WAITS = """
 import sys, time
 from pathlib import Path
-from fullrank.diagnose.diagnosis import Answers
+from fullrank.diagnose.answers import Answers
 
 def wait(self, progress):
     Path(sys.argv[-1]).touch()

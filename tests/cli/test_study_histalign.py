@@ -43,6 +43,11 @@ def test_the_tasks_of_generated_texts(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "devset.csv cannot be read" in capsys.readouterr().err
     assert run([*words, "--data", str(tmp_path), "--methods", "histalign_sum"]) == 2
     assert "expected some of base, softmax" in capsys.readouterr().err
+    # What only the other task reads would be left out without a word.
+    assert run([*words, "--data", str(tmp_path), "--epochs", "5"]) == 2
+    assert "--epochs is no option of --task restaurants" in capsys.readouterr().err
+    assert run(["study", "histalign", "--new-tokens", "5", "--out", str(tmp_path)]) == 2
+    assert "--new-tokens is no option of --task templates" in capsys.readouterr().err
 
 
 @pytest.mark.slow

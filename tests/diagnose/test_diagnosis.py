@@ -18,20 +18,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fullrank import results
-from fullrank.diagnose.diagnosis import (
+from fullrank.diagnose.answers import Answers
+from fullrank.diagnose.diagnosis import Interrupted, run
+from fullrank.diagnose.questions import spectrum
+from fullrank.diagnose.results_file import INTERRUPTED, NOT_ASKED
+from fullrank.diagnose.settings import (
     LEAST_TOKENS,
     QUICK,
     THOROUGH,
     USUAL,
-    Answers,
-    Interrupted,
     Settings,
     default_memory,
-    run,
     tokens_for,
 )
-from fullrank.diagnose.questions import spectrum
-from fullrank.diagnose.results_file import INTERRUPTED, NOT_ASKED
 from fullrank.errors import FullrankError
 from fullrank.fit import collect, comparison
 from fullrank.models import anatomy

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullrank.diagnose.diagnosis import Settings, run
+from fullrank.diagnose.diagnosis import run
+from fullrank.diagnose.settings import Settings
 from fullrank.results import Diagnosis
 
 pytestmark = [

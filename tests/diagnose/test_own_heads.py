@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fullrank import diagnose
-from fullrank.diagnose.diagnosis import QUICK, Settings
 from fullrank.diagnose.results_file import NOT_ASKED
+from fullrank.diagnose.settings import QUICK, Settings
 from fullrank.errors import FullrankError
 from fullrank.fit.head_states import collect_states
 from fullrank.models import loading

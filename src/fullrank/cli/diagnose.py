@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from fullrank.diagnose.diagnosis import Settings
+    from fullrank.diagnose.settings import Settings
     from fullrank.results import Diagnosis, Estimate
 
     Question = str
@@ -180,7 +180,7 @@ def _diagnosed(options: Diagnose, run: Path | None, settings: Settings, device: 
         )
     bar.update("loading the run", 0.0)
     loaded = load_run(run, device=device, dtype=dtype)
-    from fullrank.diagnose.diagnosis import tokens_for
+    from fullrank.diagnose.settings import tokens_for
 
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     tokens = tokens_for(settings, parameters)
@@ -198,7 +198,7 @@ def _dtype(name: str, device: str) -> torch.dtype:
 
 
 def _settings(options: Diagnose) -> Settings:
-    from fullrank.diagnose.diagnosis import QUICK, THOROUGH, USUAL
+    from fullrank.diagnose.settings import QUICK, THOROUGH, USUAL
 
     if options.quick and options.thorough:
         raise FullrankError("--quick and --thorough were both given: leave one out")

@@ -5,16 +5,22 @@ Ambiguous templates by default; with --task, texts generated from tables or behi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+
+from fullrank.errors import FullrankError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from fullrank.models.loading import Loaded
     from fullrank.results import Generation, Templates
+
+Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,13 @@ class Histalign:
     """Directory for results.json and report.html."""
 
 
+OWN = {
+    "templates": ("prompts", "held_out", "epochs", "as_published", "text", "judged_tokens"),
+    "texts": ("data", "judge", "rates", "steps", "generated", "new_tokens"),
+}
+"""Options of templates alone, and of restaurants and articles."""
+
+
 def histalign(options: Histalign) -> None:
     from rich.console import Console
 
@@ -79,12 +92,42 @@ def histalign(options: Histalign) -> None:
     from fullrank.cli import outcome
     from fullrank.cli.progress import Bar, device_name
     from fullrank.models import loading
+
+    templates = options.task == "templates"
+    _check(options, OWN["texts" if templates else "templates"])
+    results.check_writable(options.out)
+    report.check_installed()
+    console = Console()
+    made = results.provenance(seed=None, device=device_name("cpu"))
+    directory = options.cache or results.cache_directory() / ("histalign" if templates else "generation")
+    results.check_writable(directory)
+    study = _templates if templates else _texts
+    with Bar(console) as bar:
+        run = study(options, directory, bar.update)
+        loaded = loading.load(options.model, say=lambda message: bar.update(message, 0.0))
+        record = run(loaded)
+    outcome.write(record, made, options.out)
+    for drawn in tables(record) if templates else [generation_table(record)]:
+        console.print(drawn)
+    outcome.say_where(console, options.out)
+
+
+def _check(options: Histalign, others: Sequence[str]) -> None:
+    """Raise for an option that another task has: it would be left out without a word."""
+    usual = Histalign()
+    given = next((name for name in others if getattr(options, name) != getattr(usual, name)), None)
+    if given is not None:
+        flag = given.replace("_", "-")
+        raise FullrankError(f"--{flag} is no option of --task {options.task}: leave it out")
+    if options.task != "templates" and options.data is None:
+        raise FullrankError(f"--task {options.task} needs --data, the folder of its texts")
+
+
+def _templates(options: Histalign, directory: Path, progress: Progress) -> Callable[[Loaded], Any]:
+    """The study of a model that is loaded next; what is wrong with the options is said before."""
     from fullrank.studies import histalign as study
     from fullrank.studies.histalign_setting import METHODS, Config
 
-    if options.task != "templates":
-        _generate(options)
-        return
     config = Config(
         methods=options.methods or METHODS,
         seeds=options.seeds,
@@ -96,33 +139,13 @@ def histalign(options: Histalign) -> None:
         as_published=options.as_published,
         judged_tokens=options.judged_tokens,
     )
-    results.check_writable(options.out)
-    report.check_installed()
-    console = Console()
-    made = results.provenance(seed=None, device=device_name("cpu"))
-    directory = options.cache or results.cache_directory() / "histalign"
-    results.check_writable(directory)
-    with Bar(console) as bar:
-        loaded = loading.load(options.model, say=lambda message: bar.update(message, 0.0))
-        record = study.run(loaded, options.text, config, directory=directory, progress=bar.update)
-    outcome.write(record, made, options.out)
-    for drawn in tables(record):
-        console.print(drawn)
-    outcome.say_where(console, options.out)
+    return lambda loaded: study.run(loaded, options.text, config, directory=directory, progress=progress)
 
 
-def _generate(options: Histalign) -> None:
-    from rich.console import Console
-
-    from fullrank import report, results
-    from fullrank.cli import outcome
-    from fullrank.cli.progress import Bar, device_name
-    from fullrank.errors import FullrankError
+def _texts(options: Histalign, directory: Path, progress: Progress) -> Callable[[Loaded], Any]:
     from fullrank.models import loading
     from fullrank.studies import generation, generation_tasks
 
-    if options.data is None:
-        raise FullrankError(f"--task {options.task} needs --data, the folder of its texts")
     config = generation.Config(
         methods=options.methods or generation.METHODS,
         seeds=options.seeds,
@@ -133,29 +156,14 @@ def _generate(options: Histalign) -> None:
         new_tokens=options.new_tokens,
         components=options.components,
     )
-    results.check_writable(options.out)
-    report.check_installed()
-    console = Console()
-    made = results.provenance(seed=None, device=device_name("cpu"))
-    directory = options.cache or results.cache_directory() / "generation"
-    results.check_writable(directory)
-    generation_tasks.check(options.task, options.data)
-    with Bar(console) as bar:
-        judge = None if options.judge is None else loading.load(options.judge)
-        task = generation_tasks.read(options.task, options.data, judge)
-        loaded = loading.load(options.model, say=lambda message: bar.update(message, 0.0))
-        record = generation.run(
-            loaded,
-            task,
-            config,
-            directory=directory,
-            data=options.data.name,
-            judge="" if judge is None else judge.name,
-            progress=bar.update,
-        )
-    outcome.write(record, made, options.out)
-    console.print(generation_table(record))
-    outcome.say_where(console, options.out)
+    data = options.data
+    assert data is not None
+    generation_tasks.check(options.task, data)
+    judge = None if options.judge is None else loading.load(options.judge)
+    task, name = generation_tasks.read(options.task, data, judge), "" if judge is None else judge.name
+    return lambda loaded: generation.run(
+        loaded, task, config, directory=directory, data=data.name, judge=name, progress=progress
+    )
 
 
 def generation_table(record: Generation) -> Table:

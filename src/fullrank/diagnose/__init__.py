@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fullrank.diagnose.diagnosis import QUICK, Interrupted, Settings, run
+    from fullrank.diagnose.diagnosis import Interrupted, run
+    from fullrank.diagnose.settings import QUICK, Settings
 
 __all__ = ["QUICK", "Interrupted", "Settings", "run"]
 
@@ -18,7 +19,8 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        value = getattr(importlib.import_module("fullrank.diagnose.diagnosis"), name)
+        where = "settings" if name in ("QUICK", "Settings") else "diagnosis"
+        value = getattr(importlib.import_module(f"fullrank.diagnose.{where}"), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

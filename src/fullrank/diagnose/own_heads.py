@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fullrank.diagnose.diagnosis import Answers, Progress, Settings
+from fullrank.diagnose.answers import Answers, Progress
 from fullrank.diagnose.monitors import sampled_log_probs
 from fullrank.diagnose.questions import anisotropy, logprob_rank, loss
+from fullrank.diagnose.settings import Settings
 from fullrank.errors import FullrankError
 from fullrank.fit.head_states import HeadStates
 from fullrank.heads.base import Head

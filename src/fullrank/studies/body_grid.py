@@ -24,6 +24,7 @@ from fullrank.studies.grid_plan import (
     Text,
     compared,
     differences,
+    seeded,
     transformer,
     tuned,
     whole_flops,
@@ -84,13 +85,7 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
                 continue
             # Softmax on the first: its operations are what all are given.
             budget = budget or f"budget=flops={whole_flops(done, own, trials):.6g}"
-            for seed in range(extent.seeds):
-                specs.append(
-                    dataclasses.replace(
-                        own, name=f"{own.name}-seed{seed}", seed=seed,
-                        settings=(*own.settings, *best, "steps=0", budget),
-                    )
-                )  # fmt: skip
+            specs += seeded(own, extent.seeds, *best, "steps=0", budget)
         if not budget:
             break
     return specs

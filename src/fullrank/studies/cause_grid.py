@@ -14,7 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
-from fullrank.studies.grid_plan import Done, Ends, Extent, Spec, compared, differences, transformer, tuned
+from fullrank.studies.grid_plan import (
+    Done,
+    Ends,
+    Extent,
+    Spec,
+    compared,
+    differences,
+    seeded,
+    transformer,
+    tuned,
+)
 
 STATEMENT = Statement(
     question="Which of the spectrum of W and the spread of the states brings the other with it, which of "
@@ -64,12 +74,7 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
                 specs += trials
                 if best is None:
                     continue
-                specs += [
-                    dataclasses.replace(
-                        own, name=f"{own.name}-seed{seed}", seed=seed, settings=(*own.settings, *best)
-                    )
-                    for seed in range(extent.seeds)
-                ]
+                specs += seeded(own, extent.seeds, *best)
     return specs
 
 

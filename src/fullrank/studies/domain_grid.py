@@ -8,7 +8,6 @@ says which: with four no test can say anything at 5%.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from fullrank.studies.grid_plan import (
     Text,
     compared,
     differences,
+    seeded,
     transformer,
     tuned,
 )
@@ -91,12 +91,7 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
             specs += trials
             if best is None:
                 continue
-            specs += [
-                dataclasses.replace(
-                    own, name=f"{own.name}-seed{seed}", seed=seed, settings=(*own.settings, *best)
-                )
-                for seed in range(extent.seeds)
-            ]
+            specs += seeded(own, extent.seeds, *best)
     return specs
 
 

@@ -98,6 +98,16 @@ def loss_curve(run: GridRun) -> Curve:
     )  # fmt: skip
 
 
+def seeded(own: Spec, seeds: int, *settings: str) -> list[Spec]:
+    """A run a seed, with more settings."""
+    return [
+        dataclasses.replace(
+            own, name=f"{own.name}-seed{seed}", seed=seed, settings=(*own.settings, *settings)
+        )
+        for seed in range(seeds)
+    ]
+
+
 def tuned(done: Done, own: Spec, factors: Sequence[float]) -> tuple[tuple[str, ...] | None, list[Spec]]:
     """The learning rate that a run wants, as a setting: trials of a quarter of its length at factors of the
     recipe's rate, and further ones while the best stands at an end. None while trials are missing."""

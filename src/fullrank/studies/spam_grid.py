@@ -21,7 +21,17 @@ from pathlib import Path
 
 from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
-from fullrank.studies.grid_plan import Done, Extent, Spec, Text, compared, transformer, tuned, whole_flops
+from fullrank.studies.grid_plan import (
+    Done,
+    Extent,
+    Spec,
+    Text,
+    compared,
+    seeded,
+    transformer,
+    tuned,
+    whole_flops,
+)
 from fullrank.studies.spam_language import LENGTH, language
 
 STATEMENT = Statement(
@@ -72,13 +82,7 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
                     break
                 continue
             budget = budget or f"budget=flops={whole_flops(done, own, trials):.6g}"
-            specs += [
-                dataclasses.replace(
-                    own, name=f"{own.name}-seed{seed}", seed=seed,
-                    settings=(*own.settings, *best, "steps=0", budget),
-                )
-                for seed in range(extent.seeds)
-            ]  # fmt: skip
+            specs += seeded(own, extent.seeds, *best, "steps=0", budget)
     return specs
 
 

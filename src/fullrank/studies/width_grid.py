@@ -8,13 +8,14 @@ where it ended, against the best loss.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 from fullrank.diagnose.series.saturation import saturations
 from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
-from fullrank.studies.grid_plan import Done, Extent, Spec, compared, loss_curve, transformer, tuned
+from fullrank.studies.grid_plan import Done, Extent, Spec, compared, loss_curve, seeded, transformer, tuned
 
 STATEMENT = Statement(
     question="Does the validation loss of narrow transformers turn late in training, and do spectrum, "
@@ -46,16 +47,12 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
         if best is None:
             continue
         for schedule in ("constant", "wsd"):
-            for seed in range(extent.seeds):
-                specs.append(
-                    Spec(
-                        name=f"width{width}-{schedule}-seed{seed}",
-                        recipe=own.recipe,
-                        settings=(*own.settings, *best, f"optimiser.schedule={schedule}"),
-                        factors={"width": str(width), "schedule": schedule},
-                        seed=seed,
-                    )
-                )
+            whole = dataclasses.replace(
+                own,
+                name=f"width{width}-{schedule}",
+                factors={"width": str(width), "schedule": schedule},
+            )
+            specs += seeded(whole, extent.seeds, *best, f"optimiser.schedule={schedule}")
     return specs
 
 

@@ -167,12 +167,18 @@ class Settings:
         rows, log_prior, weight, bias, trained = tensors
         return Mixture(rows, log_prior, weight, bias, from_parts(self.kind, self.constant, trained))
 
+    def _kernels(self, rows: Tensor) -> Any:
+        """The module that may serve; None where it is not to be asked."""
+        if self.impl != "triton" and not (self.impl == "auto" and rows.is_cuda):
+            return None
+        # Not before it is needed: Triton takes its time to load and is not everywhere.
+        from fullrank.ops.distil import fused
+
+        return fused
+
     def start_values(self, tensors: tuple[Any, ...], needs: Needs) -> Any:
         """As `start`, in the hands of a kernel where that serves."""
-        if self.impl == "triton" or (self.impl == "auto" and tensors[0].is_cuda):
-            # Not before it is needed: Triton takes its time to load and is not everywhere.
-            from fullrank.ops.distil import fused
-
+        if (fused := self._kernels(tensors[0])) is not None:
             student, teacher = self.mixture(tensors), self.teacher
             size = fused.value_tokens(
                 student, teacher, product=self.product, teacher_product=self.teacher_product,
@@ -193,11 +199,8 @@ class Settings:
         )  # fmt: skip
 
     def start_masses(self, tensors: tuple[Any, ...], needs: Needs) -> Any:
-        """The same for `Masses`, in the hands of a kernel where that serves."""
-        if self.impl == "triton" or (self.impl == "auto" and tensors[0].is_cuda):
-            # Not before it is needed: Triton takes its time to load and is not everywhere.
-            from fullrank.ops.distil import fused
-
+        """The same for `Masses`."""
+        if (fused := self._kernels(tensors[0])) is not None:
             student = self.mixture(tensors)
             size = fused.chunk_size(student, self.product, self.temperature, self.workspace, self.impl)
             if size:
