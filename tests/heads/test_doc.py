@@ -44,6 +44,19 @@ def test_it_reads_each_layer_for_its_own_components(cases: dict[str, Any], optio
     assert (moved[:, 2] - contexts[:, 2]).abs().max() > 0.1
 
 
+def test_the_size_of_other_layers_does_not_count(cases: dict[str, Any]) -> None:
+    """A transformer normalises its last states alone, and the others grow while it is trained."""
+    head = cases["doc"].build().double()
+    last, older = torch.randn(5, 6).double(), torch.randn(5, 5).double()
+    contexts, _ = head.contexts([last, older])
+    larger, _ = head.contexts([last, 100.0 * older])
+    torch.testing.assert_close(larger, contexts, rtol=1e-3, atol=1e-4)
+    turned, _ = head.contexts([last, -older])
+    assert (turned - contexts).abs().max() > 0.1
+    zeros, _ = head.contexts([last, torch.zeros_like(older)])
+    assert bool(zeros.isfinite().all())
+
+
 def test_it_may_read_a_layer_for_the_prior_alone(cases: dict[str, Any]) -> None:
     head = cases["doc"].build(layers=((6, 0), (5, 2)))
     inputs = cases["doc"].inputs(head)

@@ -51,12 +51,26 @@ def test_our_contexts_are_a_shared_map_plus_centred_differences(cases: dict[str,
     state = torch.randn(6, dtype=torch.float64)
     contexts, log_prior = head.contexts([state[None]])
     part, x = head.contexts.differences[0], state / 6**0.5
-    prior = torch.softmax(head.contexts.gate.weight @ x, 0)
-    torch.testing.assert_close(log_prior[0].exp(), prior)
+    prior = torch.softmax(head.contexts.gate.weight @ state / state.norm(), 0)
+    torch.testing.assert_close(log_prior[0].exp(), prior, rtol=1e-5, atol=1e-6)
     deltas = [part.weight[4 * k : 4 * (k + 1)] @ x + part.bias[4 * k : 4 * (k + 1)] for k in range(3)]
     mean = sum(deltas) / 3
     for k in range(3):
         torch.testing.assert_close(contexts[0, k], head.contexts.shared.weight @ state + deltas[k] - mean)
+
+
+def test_the_prior_is_of_the_direction_of_a_state_whatever_its_size(cases: dict[str, Any]) -> None:
+    head = cases["mos"].build().double()
+    states = torch.randn(5, 6, dtype=torch.float64)
+    _, log_prior = head.contexts([states])
+    _, of_small_ones = head.contexts([0.05 * states])
+    torch.testing.assert_close(of_small_ones, log_prior, rtol=1e-3, atol=1e-3)
+    _, of_others = head.contexts([-states])
+    assert (of_others - log_prior).abs().max() > 0.1
+    nothing = torch.zeros(1, 6, dtype=torch.float64, requires_grad=True)
+    _, even = head.contexts([nothing])
+    (slope,) = torch.autograd.grad(even[0, 0], nothing)
+    assert bool(slope.isfinite().all())
 
 
 def test_contexts_that_are_not_centred_are_a_shared_map_plus_differences(cases: dict[str, Any]) -> None:

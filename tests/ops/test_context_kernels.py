@@ -24,10 +24,12 @@ def definition(
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
     states, weight, bias, gate = (each.double() for each in (states, weight, bias, gate))
+    logits = states @ gate.t()
     if centred:
+        logits = logits / states.norm(dim=-1, keepdim=True)
         states = states / states.shape[-1] ** 0.5
     rows = (states @ weight.t() + bias).unflatten(-1, (gate.shape[0], -1))
-    log_prior = torch.log_softmax(states @ gate.t(), -1)
+    log_prior = torch.log_softmax(logits, -1)
     if centred:
         rows = rows - rows.mean(-2, keepdim=True)
     if start is not None:

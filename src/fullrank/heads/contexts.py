@@ -4,15 +4,16 @@ Published (Yang et al. 2018, 1711.03953):
 
     context_k = tanh(L_k h + l_k),       prior = softmax(G h)
 
-Ours, the default, with x = h / sqrt(H):
+Ours, the default, with x = h / sqrt(H) and s = |x|, the root mean square of the state's entries:
 
-    delta_k = A_k x + a_k,    prior = softmax(G x),    context_k = P h + delta_k - 1/K sum_j delta_j
+    delta_k = A_k x + a_k,    prior = softmax(G x / s),    context_k = P h + delta_k - 1/K sum_j delta_j
     A_k = 0 and a_k = 0 at the start, G small and random
 
 All components start equal, so the mixture starts as the plain head with rows P h, and its contexts' mean
 stays P h for ever: what a plain head would learn is left to the body, and the head's own parameters learn
 what only a mixture can say. Reading h / sqrt(H) keeps a step of Adam from moving contexts and gates by more
-the wider the state is. Together they let one rate serve body and head (docs/heads.md has the figures).
+the wider the state is, and gates that read x / s learn alike on states of any size: an LSTM's have a tenth of
+a normalised transformer's. Together they let one rate serve body and head (docs/heads.md has the figures).
 
 The plain mean and not the one under the prior: with that, equal components would have a gradient of
 (posterior - prior) = 0, and nothing but rounding would ever part them. So they have (prior - 1/K), and
@@ -23,7 +24,9 @@ components' common part is all that can refit the mean context. P is the identit
 so a trained plain head can be taken over as it is.
 
 `sources` lists (width of the hidden state, number of contexts made from it), the last layer first; P and G
-read the last layer. `private` limits what the components own to the last `private` entries of the row.
+read the last layer. Centred, the states of other layers are read at the size s of the last one's, token by
+token: those of a transformer are not normalised, and grow while it is trained. `private` limits what the
+components own to the last `private` entries of the row.
 """
 
 from __future__ import annotations
@@ -39,6 +42,10 @@ from fullrank.ops.arguments import compute_dtype
 
 GATES = 0.1
 """Spread of the gates' logits at the start, on states of unit size: enough to tell the components apart."""
+
+
+LEAST = 1e-6
+"""Of a mean square."""
 
 
 class LockedDropout(nn.Module):
@@ -129,7 +136,7 @@ class Contexts(nn.Module):
             return found
         leading = states[0].shape[:-1]
         every = [
-            difference(self._read(state)).view(*leading, count, self.private)
+            difference(self._read(state, states[0])).view(*leading, count, self.private)
             for state, difference, count in zip(states, self.differences, self.counts, strict=True)
             if count
         ]
@@ -142,13 +149,19 @@ class Contexts(nn.Module):
         owned = torch.tanh(owned) if start is None else start[..., None, :] + owned
         return common, owned, log_prior
 
-    def _read(self, state: Tensor) -> Tensor:
-        """The state as gates and differences read it."""
-        return state * state.shape[-1] ** -0.5 if self.centred else state
+    def _read(self, state: Tensor, last: Tensor | None = None) -> Tensor:
+        """The state as differences read it, at the size of the last layer's, or as gates do, at size one."""
+        if not self.centred:
+            return state
+        factor = state.shape[-1] ** -0.5
+        if state is last:
+            return state * factor
+        size = factor / _size(state) if last is None else factor * _size(last) / _size(state)
+        return state * size.to(state.dtype)
 
     @property
     def _gate_spread(self) -> float:
-        """Of the gates' entries, for states of unit size."""
+        """Of the gates' entries; not centred, for states of unit size."""
         return GATES if self.centred else self.gate.in_features**-0.5
 
     def _common(self, state: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -172,7 +185,7 @@ class Contexts(nn.Module):
         maps = [part for part in self.differences if isinstance(part, nn.Linear)]
         equal = not any(bool(part.weight.any()) or bool(part.bias.any()) for part in maps)
         if equal and not self.as_published:
-            self.gate.weight.normal_(std=self._gate_spread / size)
+            self.gate.weight.normal_(std=self._gate_spread / (1.0 if self.centred else size))
 
     @torch.no_grad()
     def split(self, codes: Tensor, maps: Tensor, shifts: Tensor) -> None:
@@ -197,7 +210,9 @@ class Contexts(nn.Module):
             return sizes[0] / self.width
         part, _, place = name.partition(".")
         # The sum of the sizes of what a row of the parameter reads, over that of one entry of the state.
-        reads = parameter.shape[-1] ** (0.5 if self.centred and part != "shared" else 1.0)
+        if self.centred and part != "shared":
+            return parameter.shape[-1] ** -0.5
+        reads = parameter.shape[-1]
         if part == "gate":
             return 1.0 / (reads * sizes[0])
         share = sizes[0] / sizes[int(place.partition(".")[0])] if part == "differences" else 1.0
@@ -224,9 +239,14 @@ class Contexts(nn.Module):
             return None
         common, start = self._common(state)
         owned, log_prior = context_kernels.few_contexts(
-            state, weight, bias, gate.weight, start, tanh=self.as_published, centred=self.centred
+            state, weight, bias, gate.weight, start, tanh=self.as_published, centred=self.centred, least=LEAST
         )
         return common, owned, log_prior
+
+
+def _size(state: Tensor) -> Tensor:
+    """Root mean square of a state's entries [..., 1]; zeros have a size too, for the gradient's sake."""
+    return (state.to(compute_dtype(state.dtype)).square().mean(-1, keepdim=True) + LEAST).sqrt()
 
 
 def does_what_its_weights_say(module: nn.Module) -> TypeGuard[nn.Linear]:

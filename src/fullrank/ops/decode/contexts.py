@@ -2,10 +2,11 @@
 
     rows_k = f(L_k h + l_k + s),    log_prior = log_softmax(G h)
 
-with f the identity or tanh and s [r] what all components start from, or 0; `centred`, h is divided by sqrt(H)
-for both products, and a second kernel takes the mean over k of L_k h + l_k off every row. In torch
-this is up to ten launches, which together can cost nearly as much as the scores of a vocabulary. L [K r, H]
-is read once for every 16 tokens. All arithmetic is fp32, the products take the narrow dtype.
+with f the identity or tanh and s [r] what all components start from, or 0. `centred`, h is divided by sqrt(H)
+for the rows and by its norm for the prior, and a second kernel takes the mean over k of L_k h + l_k off every
+row. In torch this is up to a dozen launches, which together can cost nearly as much as the scores of a
+vocabulary. L [K r, H] is read once for every 16 tokens. All arithmetic is fp32, the products take the narrow
+dtype.
 """
 
 from __future__ import annotations
@@ -82,11 +83,19 @@ def write_rows(  # type: ignore[no-untyped-def]
 
 @jit
 def write_prior(  # type: ignore[no-untyped-def]
-    states, gate, log_prior, token, tokens, scale, H: tl.constexpr, K: tl.constexpr, COMPONENTS: tl.constexpr,
-    TOKENS: tl.constexpr, INPUTS: tl.constexpr,
+    states, gate, log_prior, token, tokens, least, H: tl.constexpr, K: tl.constexpr, UNIT: tl.constexpr,
+    COMPONENTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     k = tl.arange(0, COMPONENTS)
-    logits = products_of(states, gate, token, tokens, k, K, H, TOKENS, COMPONENTS, INPUTS) * scale
+    logits = products_of(states, gate, token, tokens, k, K, H, TOKENS, COMPONENTS, INPUTS)
+    if UNIT:
+        square = tl.zeros([TOKENS], tl.float32) + H * least
+        for first in range(0, H, INPUTS):
+            d = first + tl.arange(0, INPUTS)
+            inside = (token < tokens)[:, None] & (d < H)[None, :]
+            h = tl.load(states + token[:, None] * H + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            square += tl.sum(h * h, axis=1)
+        logits = logits / tl.sqrt(square)[:, None]
     logits = tl.where((k < K)[None, :], logits, float("-inf"))
     below = logits - tl.max(logits, axis=1)[:, None]
     result = below - tl.log(tl.sum(tl.exp(below), axis=1))[:, None]
@@ -96,15 +105,16 @@ def write_prior(  # type: ignore[no-untyped-def]
 
 @jit
 def contexts_kernel(  # type: ignore[no-untyped-def]
-    states, weight, bias, start, gate, rows, log_prior, tokens, start_stride, scale, H: tl.constexpr,
-    r: tl.constexpr, K: tl.constexpr, STARTED: tl.constexpr, TANH: tl.constexpr, COMPONENTS: tl.constexpr,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    states, weight, bias, start, gate, rows, log_prior, tokens, start_stride, scale, least,
+    H: tl.constexpr, r: tl.constexpr, K: tl.constexpr, STARTED: tl.constexpr, TANH: tl.constexpr,
+    UNIT: tl.constexpr, COMPONENTS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):  # fmt: skip
     # The prior first: its program has more to do after its product.
     block = tl.program_id(0) - 1
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     if block < 0:
-        write_prior(states, gate, log_prior, token, tokens, scale, H, K, COMPONENTS, TOKENS, INPUTS)
+        write_prior(states, gate, log_prior, token, tokens, least, H, K, UNIT, COMPONENTS, TOKENS, INPUTS)
     else:
         write_rows(
             states, weight, bias, start, rows, token, tokens, start_stride, block, scale,
@@ -134,10 +144,10 @@ def centre_kernel(  # type: ignore[no-untyped-def]
 
 def few_contexts(
     states: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, start: Tensor | None, *, tanh: bool,
-    centred: bool = False,
+    centred: bool = False, least: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """rows [..., K, r] and log_prior [..., K] in fp32 of states [..., H]: weight [K r, H], bias [K r], gate
-    [K, H], start [..., r]."""
+    [K, H], start [..., r]. `least` is added to the mean square of a state's entries before its root."""
     (*leading, H), K = states.shape, gate.shape[0]
     r = weight.shape[0] // K
     flat = states.reshape(-1, H).contiguous()
@@ -153,9 +163,9 @@ def few_contexts(
     with on_device(states):
         contexts_kernel[(blocks + 1, -(-tokens // TOKENS))](
             flat, weight, bias, begin, gate, made, log_prior, tokens, begin.stride(0),
-            H**-0.5 if centred else 1.0, H=H, r=r, K=K, STARTED=start is not None and not centred, TANH=tanh,
-            COMPONENTS=max(16, triton.next_power_of_2(K)), TOKENS=TOKENS, OUTPUTS=OUTPUTS, INPUTS=INPUTS,
-            num_warps=4, num_stages=4,
+            H**-0.5 if centred else 1.0, least, H=H, r=r, K=K, STARTED=start is not None and not centred,
+            TANH=tanh, UNIT=centred, COMPONENTS=max(16, triton.next_power_of_2(K)), TOKENS=TOKENS,
+            OUTPUTS=OUTPUTS, INPUTS=INPUTS, num_warps=4, num_stages=4,
         )  # fmt: skip
         if centred:
             centre_kernel[(tokens, -(-r // INPUTS))](
