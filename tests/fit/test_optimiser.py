@@ -112,6 +112,23 @@ def test_muons_state_is_saved_and_loaded_as_one_optimisers() -> None:
     assert all(torch.equal(one, after[name]) for name, one in made.state_dict().items())
 
 
+def test_muon_obeys_the_rate_after_a_state_was_loaded() -> None:
+    """As accelerate loads one into every optimiser that it prepares."""
+    made = model()
+    update = optimiser.make(made, OptimiserConfig(name="muon", lr=0.1), CPU)
+    update.load_state_dict(update.state_dict())
+    before = copy.deepcopy(made.state_dict())
+    for one in made.parameters():
+        one.grad = torch.ones_like(one)
+    optimiser.set_rate(update, 0.0)
+    update.step()
+    assert all(torch.equal(one, before[name]) for name, one in made.state_dict().items())
+    assert len(update.state) == len(list(made.parameters()))
+    optimiser.set_rate(update, 0.1)
+    update.step()
+    assert not any(torch.equal(one, before[name]) for name, one in made.named_parameters())
+
+
 def test_the_average_is_torchs_asgd() -> None:
     # ASGD(t0=0, lambd=0) as the published code has it.
     torch.manual_seed(0)

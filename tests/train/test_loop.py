@@ -45,6 +45,12 @@ def small(name: str, head: str, *settings: str) -> Config:
     return override(recipe(name, head), [*SMALL, *settings])
 
 
+TRANSFORMER = override(
+    recipe("transformer-tiny", "mos"),
+    ["body.hidden=8", "body.heads=2", "body.inner=12", "body.dropout=0.2", "data.level=words", "batch=4",
+     "length=5", "head.components=3", "steps=12", "evaluate_every=3", "evaluate_tokens=0",
+     "final_tokens=0", "data.vocabulary_from=all"],
+)  # fmt: skip
 CASES = {
     "softmax": small("awd-lstm", "softmax", *DROPOUTS, "steps=11"),
     "mos": small("awd-lstm", "mos", *DROPOUTS, "steps=11"),
@@ -55,12 +61,8 @@ CASES = {
     ),
     "jitter": small("awd-lstm-wt2", "softmax", "jitter_longer=9", "epochs=2", "optimiser.finetune_epochs=0"),
     "accumulate": small("awd-lstm", "mos", *DROPOUTS, "accumulate=2", "steps=8"),
-    "transformer": override(
-        recipe("transformer-tiny", "mos"),
-        ["body.hidden=8", "body.heads=2", "body.inner=12", "body.dropout=0.2", "data.level=words", "batch=4",
-         "length=5", "head.components=3", "steps=12", "evaluate_every=3", "evaluate_tokens=0",
-         "final_tokens=0", "data.vocabulary_from=all"],
-    ),
+    "transformer": TRANSFORMER,
+    "muon": override(TRANSFORMER, ["optimiser.name=muon", "steps=7"]),
 }  # fmt: skip
 
 

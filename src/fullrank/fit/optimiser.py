@@ -13,6 +13,7 @@ Evaluation swaps the mean in and the live weights back; checkpoints hold both.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,23 +61,28 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], fused: bool):
         super().__init__(groups, {"lr": lr})
-        matrices = [group for group in self.param_groups if group["muon"]]
-        others = [group for group in self.param_groups if not group["muon"]]
-        self.parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            self.parts.append(torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"))
-        if others:
-            self.parts.append(torch.optim.AdamW(others, lr=lr, betas=betas, fused=fused))
-        # One state and one list of groups: whoever saves, loads or sets a rate sees a single optimiser.
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-        for part in self.parts:
-            part.state = self.state
+        matrices, others = self._groups(muon=True), self._groups(muon=False)
+        # A processor without bf16 products says so at the first one, with a page of text, and rounds it unlike
+        # all later ones: a run that goes on would differ from one that never stopped.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first = torch.zeros(64, 64, dtype=torch.bfloat16)
+            torch.addmm(first.T, first, first.T)
+        # Each adds to the groups what it needs to find in them.
+        self.muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw") if matrices else None
+        self.adamw = torch.optim.AdamW(others, lr=lr, betas=betas, fused=fused) if others else None
+
+    def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["muon"] is muon]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
-        for part in self.parts:
-            part.step()
+        for part, muon in ((self.muon, True), (self.adamw, False)):
+            if part is not None:
+                # One state and one list of groups, at every step: whoever loads a state puts others there.
+                part.state, part.param_groups = self.state, self._groups(muon=muon)
+                part.step()
         return loss
 
 
