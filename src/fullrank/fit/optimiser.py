@@ -62,8 +62,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], fused: bool):
         super().__init__(groups, {"lr": lr})
         matrices, others = self._groups(muon=True), self._groups(muon=False)
-        # A processor without bf16 products says so at the first one, with a page of text, and rounds it unlike
-        # all later ones: a run that goes on would differ from one that never stopped.
+        # A processor without bf16 products says so at the first one, with a page of text, and rounds that
+        # unlike all later ones: a run that goes on would differ from one that never stopped.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             first = torch.zeros(64, 64, dtype=torch.bfloat16)
