@@ -46,17 +46,19 @@ def test_published_contexts_are_tanh_of_a_linear_map(cases: dict[str, Any]) -> N
     torch.testing.assert_close(log_prior[0].exp(), logits.exp() / logits.exp().sum())
 
 
-def test_our_contexts_are_a_shared_map_plus_centred_differences(cases: dict[str, Any]) -> None:
-    head = cases["mos"].build().double()
+@pytest.mark.parametrize("width", [4, 6])
+def test_our_contexts_are_a_shared_map_plus_centred_differences(cases: dict[str, Any], width: int) -> None:
+    """As large as the map's row where there is a map, and as one entry of the state where it is the row."""
+    head = cases["mos"].build(width=width).double()
     state = torch.randn(6, dtype=torch.float64)
     contexts, log_prior = head.contexts([state[None]])
-    part, x = head.contexts.differences[0], state / 6**0.5
+    plain, x = (state, state / 6**0.5) if width == 6 else (head.contexts.shared.weight @ state, state)
+    part = head.contexts.differences[0]
     prior = torch.softmax(head.contexts.gate.weight @ state / state.norm(), 0)
     torch.testing.assert_close(log_prior[0].exp(), prior, rtol=1e-5, atol=1e-6)
-    deltas = [part.weight[4 * k : 4 * (k + 1)] @ x + part.bias[4 * k : 4 * (k + 1)] for k in range(3)]
-    mean = sum(deltas) / 3
+    deltas = (part.weight @ x + part.bias).view(3, width)
     for k in range(3):
-        torch.testing.assert_close(contexts[0, k], head.contexts.shared.weight @ state + deltas[k] - mean)
+        torch.testing.assert_close(contexts[0, k], plain + deltas[k] - deltas.mean(0))
 
 
 def test_the_prior_is_of_the_direction_of_a_state_whatever_its_size(cases: dict[str, Any]) -> None:

@@ -13,6 +13,10 @@ from fullrank.heads import build
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+SCALE = 0.3
+"""Of the states that centred rows read."""
+
+
 def definition(
     states: Tensor,
     weight: Tensor,
@@ -27,7 +31,7 @@ def definition(
     logits = states @ gate.t()
     if centred:
         logits = logits / states.norm(dim=-1, keepdim=True)
-        states = states / states.shape[-1] ** 0.5
+        states = states * SCALE
     rows = (states @ weight.t() + bias).unflatten(-1, (gate.shape[0], -1))
     log_prior = torch.log_softmax(logits, -1)
     if centred:
@@ -55,7 +59,8 @@ def test_rows_and_prior(shape, K, r, H, form, started):
     # As a head has it: the last entries of wider rows.
     start = some(*shape, r + 3)[..., 3:] if started else None
     options = {"tanh": form == "tanh", "centred": form == "centred"}
-    rows, log_prior = context_kernels.few_contexts(states, weight, bias, gate, start, **options)
+    scale = SCALE if form == "centred" else 1.0
+    rows, log_prior = context_kernels.few_contexts(states, weight, bias, gate, start, scale=scale, **options)
     want, prior = definition(states, weight, bias, gate, start, **options)
     torch.testing.assert_close(rows.double(), want, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(log_prior.double(), prior, rtol=1e-5, atol=1e-5)

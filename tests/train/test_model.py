@@ -150,6 +150,8 @@ def test_options_reach_the_heads_that_have_them() -> None:
     assert (trunk.private, trunk.decoder.bias, trunk.contexts.dropout.probability) == (5, None, 0.25)
     assert head(name="trunk").private == 3
     assert head(name="mos", as_published=True).contexts.as_published
+    assert head(name="mos").contexts.centred
+    assert not head(name="mos", centred=False).contexts.centred
     assert head(name="low_rank").down.out_features == 6
     assert head(name="low_rank", rank=2).down.out_features == 2
     assert head(name="facets").states == 1

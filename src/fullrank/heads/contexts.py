@@ -4,16 +4,18 @@ Published (Yang et al. 2018, 1711.03953):
 
     context_k = tanh(L_k h + l_k),       prior = softmax(G h)
 
-Ours, the default, with x = h / sqrt(H) and s = |x|, the root mean square of the state's entries:
+Ours, the default:
 
-    delta_k = A_k x + a_k,    prior = softmax(G x / s),    context_k = P h + delta_k - 1/K sum_j delta_j
+    delta_k = A_k x + a_k,    prior = softmax(G h / |h|),    context_k = P h + delta_k - 1/K sum_j delta_j
+    x = h where P is a map that is learned, h / sqrt(H) where P is the identity
     A_k = 0 and a_k = 0 at the start, G small and random
 
 All components start equal, so the mixture starts as the plain head with rows P h, and its contexts' mean
 stays P h for ever: what a plain head would learn is left to the body, and the head's own parameters learn
-what only a mixture can say. Reading h / sqrt(H) keeps a step of Adam from moving contexts and gates by more
-the wider the state is, and gates that read x / s learn alike on states of any size: an LSTM's have a tenth of
-a normalised transformer's. Together they let one rate serve body and head (docs/heads.md has the figures).
+what only a mixture can say. A step of Adam moves what a map makes by more the wider its input is: differences
+move as far as P h does where P is learned, and as far as one entry of h where it is not. Gates that read a
+state's direction learn alike on states of any size: an LSTM's have a tenth of a normalised transformer's.
+Together they let one rate serve body and head (docs/heads.md has the figures).
 
 The plain mean and not the one under the prior: with that, equal components would have a gradient of
 (posterior - prior) = 0, and nothing but rounding would ever part them. So they have (prior - 1/K), and
@@ -24,7 +26,7 @@ components' common part is all that can refit the mean context. P is the identit
 so a trained plain head can be taken over as it is.
 
 `sources` lists (width of the hidden state, number of contexts made from it), the last layer first; P and G
-read the last layer. Centred, the states of other layers are read at the size s of the last one's, token by
+read the last layer. Centred, the states of other layers are read at the size of the last one's, token by
 token: those of a transformer are not normalised, and grow while it is trained. `private` limits what the
 components own to the last `private` entries of the row.
 """
@@ -153,11 +155,18 @@ class Contexts(nn.Module):
         """The state as differences read it, at the size of the last layer's, or as gates do, at size one."""
         if not self.centred:
             return state
-        factor = state.shape[-1] ** -0.5
-        if state is last:
-            return state * factor
-        size = factor / _size(state) if last is None else factor * _size(last) / _size(state)
-        return state * size.to(state.dtype)
+        if last is None:
+            factor = state.shape[-1] ** -0.5 / _size(state)
+        elif state is not last:
+            factor = self._scale(state.shape[-1]) * _size(last) / _size(state)
+        else:
+            return state * self._scale(state.shape[-1])
+        return state * factor.to(state.dtype)
+
+    def _scale(self, width: int) -> float:
+        """On states that differences read."""
+        plain = self.centred and isinstance(self.shared, nn.Identity)
+        return width**-0.5 if plain else 1.0
 
     @property
     def _gate_spread(self) -> float:
@@ -195,8 +204,7 @@ class Contexts(nn.Module):
         difference = self.differences[0]
         assert isinstance(difference, nn.Linear)
         K, H = len(codes), difference.in_features
-        # What it reads is h over sqrt(H) in the centred form.
-        factor = H**0.5 if self.centred else 1.0
+        factor = 1.0 / self._scale(H)
         maps, shifts = (
             torch.einsum("kj,j...->k...", codes.to(one), one).to(difference.weight) for one in (maps, shifts)
         )
@@ -210,13 +218,14 @@ class Contexts(nn.Module):
             return sizes[0] / self.width
         part, _, place = name.partition(".")
         # The sum of the sizes of what a row of the parameter reads, over that of one entry of the state.
-        if self.centred and part != "shared":
-            return parameter.shape[-1] ** -0.5
         reads = parameter.shape[-1]
         if part == "gate":
-            return 1.0 / (reads * sizes[0])
-        share = sizes[0] / sizes[int(place.partition(".")[0])] if part == "differences" else 1.0
-        return share / reads
+            return reads**-0.5 if self.centred else 1.0 / (reads * sizes[0])
+        if part != "differences":
+            return 1.0 / reads
+        # Centred ones read every layer at the size of the last.
+        share = 1.0 if self.centred else sizes[0] / sizes[int(place.partition(".")[0])]
+        return share / (reads * self._scale(reads))
 
     def _parts_of_few(self, states: list[Tensor]) -> tuple[Tensor | None, Tensor, Tensor] | None:
         """The same from one kernel, for the few tokens of a decoding step; None where that cannot serve."""
@@ -239,7 +248,15 @@ class Contexts(nn.Module):
             return None
         common, start = self._common(state)
         owned, log_prior = context_kernels.few_contexts(
-            state, weight, bias, gate.weight, start, tanh=self.as_published, centred=self.centred, least=LEAST
+            state,
+            weight,
+            bias,
+            gate.weight,
+            start,
+            tanh=self.as_published,
+            centred=self.centred,
+            scale=self._scale(state.shape[-1]),
+            least=LEAST,
         )
         return common, owned, log_prior
 

@@ -81,6 +81,8 @@ class HeadConfig:
     """Of sigsoftmax and moss: nats added to them, which moves the start along the curve of f."""
     as_published: bool = False
     """Contexts tanh(L h + l) as in the papers, instead of ours that start as the plain head."""
+    centred: bool = True
+    """Of a mixture that is not as published: contexts whose mean is the plain head's row."""
     tie: bool = True
     """One matrix for input embedding and head."""
     balance: float = 0.0

@@ -64,6 +64,7 @@ def configuration(config: Config, vocabulary: int) -> FullrankConfig:
         "dropout": head.dropout,
         "bias": head.bias,
         "as_published": head.as_published,
+        "centred": head.centred,
     }
     # 0 leaves these to the head.
     settings |= {name: value for name in ("private", "rank", "contexts") if (value := getattr(head, name))}

@@ -2,11 +2,10 @@
 
     rows_k = f(L_k h + l_k + s),    log_prior = log_softmax(G h)
 
-with f the identity or tanh and s [r] what all components start from, or 0. `centred`, h is divided by sqrt(H)
-for the rows and by its norm for the prior, and a second kernel takes the mean over k of L_k h + l_k off every
-row. In torch this is up to a dozen launches, which together can cost nearly as much as the scores of a
-vocabulary. L [K r, H] is read once for every 16 tokens. All arithmetic is fp32, the products take the narrow
-dtype.
+with f the identity or tanh and s [r] what all components start from, or 0. `centred`, rows read a multiple of
+h and the prior h over its norm, and a second kernel takes the mean over k of L_k h + l_k off every row. In
+torch this is up to a dozen launches, which together can cost nearly as much as the scores of a vocabulary.
+L [K r, H] is read once for every 16 tokens. All arithmetic is fp32, the products take the narrow dtype.
 """
 
 from __future__ import annotations
@@ -144,10 +143,11 @@ def centre_kernel(  # type: ignore[no-untyped-def]
 
 def few_contexts(
     states: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, start: Tensor | None, *, tanh: bool,
-    centred: bool = False, least: float = 0.0,
+    centred: bool = False, scale: float = 1.0, least: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """rows [..., K, r] and log_prior [..., K] in fp32 of states [..., H]: weight [K r, H], bias [K r], gate
-    [K, H], start [..., r]. `least` is added to the mean square of a state's entries before its root."""
+    [K, H], start [..., r]. Rows read `scale` times the states; `least` is added to the mean square of its
+    entries before the root."""
     (*leading, H), K = states.shape, gate.shape[0]
     r = weight.shape[0] // K
     flat = states.reshape(-1, H).contiguous()
@@ -163,7 +163,7 @@ def few_contexts(
     with on_device(states):
         contexts_kernel[(blocks + 1, -(-tokens // TOKENS))](
             flat, weight, bias, begin, gate, made, log_prior, tokens, begin.stride(0),
-            H**-0.5 if centred else 1.0, least, H=H, r=r, K=K, STARTED=start is not None and not centred,
+            scale, least, H=H, r=r, K=K, STARTED=start is not None and not centred,
             TANH=tanh, UNIT=centred, COMPONENTS=max(16, triton.next_power_of_2(K)), TOKENS=TOKENS,
             OUTPUTS=OUTPUTS, INPUTS=INPUTS, num_warps=4, num_stages=4,
         )  # fmt: skip
