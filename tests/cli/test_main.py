@@ -1,8 +1,12 @@
 """The command line: exit codes, one-sentence errors, nothing written on a mistake."""
 
+import inspect
 import json
+import re
+import shlex
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from fullrank import results
 from fullrank.cli import demo as demo_module
 from fullrank.cli import main
 from fullrank.cli.demo import findings
+from fullrank.cli.study import Study
 from fullrank.errors import FullrankError
 from fullrank.results import Ladder, LadderRung
 from fullrank.version import __version__
@@ -55,6 +60,55 @@ def test_help_and_version_import_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
     assert "demo" in done.stdout
     assert "report" in done.stdout
+
+
+def test_without_a_command_it_says_what_it_does_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([]) == 0
+    front = capsys.readouterr().out
+    assert max(map(len, front.splitlines())) <= 110
+    for command in main.COMMANDS:
+        assert f"fullrank {command.__name__.lower()}" in front
+
+
+@pytest.mark.parametrize("command", [*main.COMMANDS])
+def test_every_command_has_an_example_that_parses(command: type) -> None:
+    described = inspect.getdoc(command) or ""
+    if command is Study:
+        kinds = typing.get_args(typing.get_type_hints(Study, include_extras=True)["what"])
+        each = [inspect.getdoc(typing.get_args(kind)[0]) or "" for kind in kinds]
+        assert all("Example: " in one for one in each)
+        described = "\n".join(each)
+    examples = re.findall(r"fullrank (\w+ [^\n>]*)", described.replace("`", ""))
+    assert examples
+    for example in examples:
+        assert main.parse(shlex.split(example)) is not None
+
+
+@pytest.mark.usefixtures("pictures")
+def test_json_is_all_that_goes_to_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([*tiny(tmp_path / "run"), "--json"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out) == json.loads((tmp_path / "run" / "results.json").read_text())
+    assert "Rank ladder" in found.err
+    assert main.run(["report", "--json", str(tmp_path / "run")]) == 0
+    assert Path(json.loads(capsys.readouterr().out)["page"]).is_file()
+
+
+def test_json_of_a_mistake_says_what_was_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["report", str(tmp_path / "nothing"), "--json"]) == 2
+    found = capsys.readouterr()
+    assert "no results" in json.loads(found.out)["error"]
+    assert found.err.startswith("fullrank: ")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.run(["completion", shell])
+    assert not stop.value.code
+    script = capsys.readouterr().out
+    for word in ("diagnose", "upgrade", "--thorough", "--components"):
+        assert word.lstrip("-") in script
 
 
 @pytest.mark.usefixtures("pictures")

@@ -51,7 +51,7 @@ class Collapse:
     """Branch, tag or commit of a hub model."""
 
 
-def collapse(options: Collapse) -> None:
+def collapse(options: Collapse) -> Path:
     from rich.console import Console
 
     from fullrank import report, results
@@ -105,7 +105,7 @@ def collapse(options: Collapse) -> None:
             outcome.write(record, made, place)
     console.print(table(record))
     console.print(f"{'model':<8}{options.out}", highlight=False, markup=False, soft_wrap=True)
-    outcome.say_where(console, options.out)
+    return outcome.say_where(console, options.out)
 
 
 def table(record: Record) -> Table:

@@ -81,7 +81,7 @@ class Corpus:
     """Seed of everything random."""
 
 
-def corpus(options: Corpus) -> None:
+def corpus(options: Corpus) -> Path:
     from rich.console import Console
 
     from fullrank import report, results
@@ -118,7 +118,7 @@ def corpus(options: Corpus) -> None:
         console.print(table(one))
         for note in one.notes:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
-    outcome.say_where(console, options.out)
+    return outcome.say_where(console, options.out)
 
 
 def settings_of(options: Corpus) -> Settings:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """See the bottleneck and its breaking on a synthetic language of known rank, in about two minutes."""
+    """See the bottleneck and its breaking on a synthetic language of known rank, in about a minute.
+
+    Example: fullrank demo --heads mos trunk --components 8
+    """
 
     out: Path = Path("runs/demo")
     """Directory for results.json and report.html."""
@@ -36,7 +39,13 @@ class Demo:
     """Seed of the language and of every head."""
 
 
-def demo(options: Demo) -> None:
+NEXT = (
+    "next    the same of a real model: fullrank diagnose MODEL --text book.txt",
+    "        a model of your own with such a head: fullrank train transformer-tiny --data TEXTS --head mos",
+)
+
+
+def demo(options: Demo) -> Path:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -68,7 +77,10 @@ def demo(options: Demo) -> None:
     console.print(table(record))
     for line in findings(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    outcome.say_where(console, options.out)
+    place = outcome.say_where(console, options.out)
+    for line in NEXT:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return place
 
 
 def table(record: Ladder) -> Table:

@@ -90,7 +90,7 @@ class Diagnose:
     """Run model code that comes with the checkpoint."""
 
 
-def diagnose(options: Diagnose) -> None:
+def diagnose(options: Diagnose) -> Path:
     from rich.console import Console
 
     from fullrank import results
@@ -124,7 +124,7 @@ def diagnose(options: Diagnose) -> None:
     console.print(table(record))
     for line in findings(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    outcome.say_where(console, options.out)
+    return outcome.say_where(console, options.out)
 
 
 def _run(options: Diagnose) -> Path | None:

@@ -86,7 +86,7 @@ DYNAMIC = {"lr": "lr", "epsilon": "epsilon", "decay": "decay", "segment": "lengt
 CACHE = {"weight": "weight", "theta": "theta", "window": "window"}
 
 
-def evaluate(options: Eval) -> None:
+def evaluate(options: Eval) -> Path:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -141,6 +141,7 @@ def evaluate(options: Eval) -> None:
         for line in remarks(record):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"results {out / 'results.json'}", highlight=False, markup=False, soft_wrap=True)
+    return out / "results.json"
 
 
 def _settings(options: Eval) -> tuple[Dynamic | None, Cache | None]:

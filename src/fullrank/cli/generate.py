@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -41,7 +41,7 @@ class Generate:
     """cpu, cuda, mps, or auto: cuda where there is one."""
 
 
-def generate(options: Generate) -> None:
+def generate(options: Generate) -> dict[str, Any]:
     from fullrank.cli.progress import device_of
     from fullrank.errors import FullrankError
     from fullrank.models import sampling
@@ -55,6 +55,7 @@ def generate(options: Generate) -> None:
     sampling.check(**settings)
     loaded = load_any(options.run, checkpoint=options.checkpoint, device=device_of(options.device))
     prompts = options.prompt or ("",)
+    found = []
     for number in range(options.count):
         seed = options.seed + number
         texts = sampling.sample_each(loaded, prompts, seed=seed, allow_unknown=options.unknown, **settings)
@@ -64,3 +65,5 @@ def generate(options: Generate) -> None:
                 print(f"\n--- {', '.join(heads)}")
             # At once: the next text may take a while.
             print(text, flush=True)
+            found.append({"prompt": prompts[place], "seed": seed, "text": text})
+    return {"texts": found}

@@ -2,16 +2,24 @@
 
 Exit codes: 0 done, 1 our mistake, 2 the user's mistake (nothing was written), 130 interrupted, 141 the reader
 of a pipe left. Commands import what is heavy when they run, so that `--help` and `--version` answer at once.
+
+A command returns its results.json, or what it found as a dict: with `--json` that is all that goes to the
+output, and what people read goes to the error stream.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Annotated, Any
 
 from fullrank.cli.collapse import Collapse, collapse
+from fullrank.cli.completion import Completion, completion
 from fullrank.cli.corpus import Corpus, corpus
 from fullrank.cli.demo import Demo, demo
 from fullrank.cli.diagnose import Diagnose, diagnose
@@ -25,7 +33,7 @@ from fullrank.cli.upgrade import Upgrade, upgrade
 from fullrank.errors import FullrankError
 from fullrank.version import __version__
 
-COMMANDS: dict[type, Callable[[Any], None]] = {
+COMMANDS: dict[type, Callable[[Any], Path | dict[str, Any] | None]] = {
     Diagnose: diagnose,
     Series: series,
     Train: train,
@@ -37,11 +45,38 @@ COMMANDS: dict[type, Callable[[Any], None]] = {
     Study: study,
     Report: report,
     Demo: demo,
+    Completion: completion,
 }
+LOADED: dict[type, str] = {Report: "altair", Corpus: "", Series: "", Completion: ""}
+"""What takes seconds to load before a command can begin; all others need torch."""
 
 DESCRIPTION = """Measure and break the softmax bottleneck of language models.
 
-`fullrank --version` prints the version; `fullrank COMMAND --help` explains a command."""
+`fullrank --version` prints the version; `fullrank COMMAND --help` explains a command. With --json a command's
+output is its results as one JSON document, and what people read goes to the error stream."""
+
+FRONT = """fullrank: measure and break the softmax bottleneck of language models
+
+You have a model: does its output layer hold it back, by how much, what would help?
+  fullrank diagnose MODEL --text book.txt     a verdict, eight questions, a page
+  fullrank upgrade MODEL --head auto --train book.txt
+                                              another head that starts as the old one, with controls
+  fullrank collapse UPGRADED --text book.txt  back to the nearest plain softmax
+  fullrank series RUN ...                     checkpoints over training: did the loss turn, and when?
+
+You train one and want a head of high rank.
+  fullrank train transformer-tiny --data TEXTS --head mos --out runs/a
+  fullrank eval runs/a                        every token once; dynamic, with a cache, or lm-eval tasks
+  fullrank generate runs/a --prompt "The"     text, also of any other model
+
+You study the question itself.
+  fullrank corpus dimension TEXT              how many dimensions does a text ask for?
+  fullrank study NAME                         experiments that state their rule before they run
+  fullrank report RESULTS ...                 pages again, models side by side
+
+Nothing at hand? fullrank demo shows the bottleneck and its breaking in a minute.
+fullrank COMMAND --help has every option and an example; fullrank completion bash completes them.
+"""
 
 DEBUG = "FULLRANK_DEBUG"
 NO_MEMORY = "this machine has not enough memory for it: ask for less, or use a larger one"
@@ -65,31 +100,48 @@ def run(arguments: list[str]) -> int:
     if arguments in (["--version"], ["-V"]):
         print(f"fullrank {__version__}")
         return 0
-    options = parse(arguments)
+    if not arguments:
+        print(FRONT, end="")
+        return 0
+    machine = "--json" in arguments
+    options = parse([argument for argument in arguments if argument != "--json"])
+    if not machine:
+        return _run(options)[0]
+    with redirect_stdout(sys.stderr):
+        code, found = _run(options)
+    if isinstance(found, Path):
+        found = json.loads(found.read_text(encoding="utf8"))
+    if found is not None:
+        print(json.dumps(found))
+    return code
+
+
+def _run(options: Any) -> tuple[int, Path | dict[str, Any] | None]:
+    """The exit code of a command and what it found, or what was wrong."""
     try:
-        COMMANDS[type(options)](options)
+        _load(options)
+        return 0, COMMANDS[type(options)](options)
     except FullrankError as error:
-        return _complain(str(error), 2)
+        return _complained(str(error), 2)
     except KeyboardInterrupt:
-        return _complain("interrupted; nothing further was written", 130)
+        return _complained("interrupted; nothing further was written", 130)
     except BrokenPipeError:
         raise
     except MemoryError:
-        return _complain(NO_MEMORY, 2)
+        return _complained(NO_MEMORY, 2)
     except OSError as error:
-        return _complain(f"{error}: check the path and its permissions", 2)
+        return _complained(f"{error}: check the path and its permissions", 2)
     except Exception as error:
         if os.environ.get(DEBUG):
             raise
         if "not enough memory" in str(error):
             # What torch's allocator says, as a RuntimeError.
-            return _complain(NO_MEMORY, 2)
-        return _complain(
+            return _complained(NO_MEMORY, 2)
+        return _complained(
             f"a mistake of ours, {type(error).__name__}: {error}; run again with {DEBUG}=1 and "
             "report what it prints",
             1,
         )
-    return 0
 
 
 def parse(arguments: list[str]) -> Any:
@@ -107,17 +159,32 @@ def parse(arguments: list[str]) -> Any:
         | Annotated[Corpus, tyro.conf.subcommand("corpus")]
         | Annotated[Study, tyro.conf.subcommand("study")]
         | Annotated[Report, tyro.conf.subcommand("report")]
-        | Annotated[Demo, tyro.conf.subcommand("demo")],
+        | Annotated[Demo, tyro.conf.subcommand("demo")]
+        | Annotated[Completion, tyro.conf.subcommand("completion")],
         prog="fullrank",
         description=DESCRIPTION,
-        args=arguments or ["--help"],
+        args=arguments,
         config=(tyro.conf.OmitSubcommandPrefixes,),
     )
 
 
-def _complain(message: str, code: int) -> int:
+def _load(options: Any) -> None:
+    """Import what the command needs, and say so on a terminal meanwhile."""
+    name = LOADED.get(type(options), "torch")
+    shown = bool(name) and sys.stderr.isatty()
+    if shown:
+        print("loading", end="\r", file=sys.stderr, flush=True)
+    try:
+        if name and importlib.util.find_spec(name):
+            importlib.import_module(name)
+    finally:
+        if shown:
+            print("       ", end="\r", file=sys.stderr, flush=True)
+
+
+def _complained(message: str, code: int) -> tuple[int, dict[str, Any]]:
     print(f"fullrank: {message}", file=sys.stderr)
-    return code
+    return code, {"error": message}
 
 
 if __name__ == "__main__":

@@ -30,11 +30,13 @@ def write_page(record: Any, made: Provenance, out: Path) -> None:
         report.write(record, made, out / PAGE)
 
 
-def say_where(console: Console, out: Path) -> None:
+def say_where(console: Console, out: Path) -> Path:
+    """Two lines for people; returns the results, for machines."""
     page = _no_page() or str(out / PAGE)
     for label, place in (("results", str(out / RESULTS)), ("page", page)):
         # Never wrapped: a path is there to be copied.
         console.print(f"{label:<8}{place}", highlight=False, markup=False, soft_wrap=True)
+    return out / RESULTS
 
 
 def _no_page() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -13,7 +13,9 @@ import tyro
 class Report:
     """Draw report.html again from the results.json that a command wrote.
 
-    With several diagnoses, or several corpora, draw one page that shows them side by side."""
+    With several diagnoses, or several corpora, draw one page that shows them side by side.
+    Example: fullrank report runs/a runs/b --out both.html
+    """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Directories that hold a results.json, or such files: one, or several diagnoses or corpora."""
@@ -22,7 +24,7 @@ class Report:
     """Page to write: report.html beside the results of one run, comparison.html here for several."""
 
 
-def report(options: Report) -> None:
+def report(options: Report) -> dict[str, Any]:
     from rich.console import Console
 
     from fullrank import report as page
@@ -56,6 +58,7 @@ def report(options: Report) -> None:
         _check_target(target)
         page.write_comparison([record for record, _ in loaded], [made for _, made in loaded], target)
     Console().print(f"page {target}", highlight=False, markup=False, soft_wrap=True)
+    return {"page": str(target)}
 
 
 def _results_file(run: Path) -> Path:

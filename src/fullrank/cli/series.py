@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """See a run over training: every metric, whether its loss curve turned, and how it compares by size."""
+    """See a run over training: every metric, whether its loss curve turned, and how it compares by size.
+
+    Example: fullrank series runs/a runs/b --out runs/series
+    """
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Directories of `fullrank train` runs; or a CSV file with the columns model, step and metrics; or
@@ -43,7 +46,7 @@ class Series:
     """Seed of the simulations."""
 
 
-def series(options: Series) -> None:
+def series(options: Series) -> Path:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -91,7 +94,7 @@ def series(options: Series) -> None:
         lines = run_table.findings(every)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    outcome.say_where(console, options.out)
+    return outcome.say_where(console, options.out)
 
 
 def _refuse(options: Series) -> None:

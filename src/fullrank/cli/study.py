@@ -87,7 +87,7 @@ class Study:
     )
 
 
-def study(options: Study) -> None:
+def study(options: Study) -> Path:
     run: Any = {
         Pythia: pythia_study,
         Width: grid_study,
@@ -101,10 +101,11 @@ def study(options: Study) -> None:
         Attention: attention,
         Histalign: histalign,
     }[type(options.what)]
-    run(options.what)
+    found: Path = run(options.what)
+    return found
 
 
-def languages_study(options: Languages) -> None:
+def languages_study(options: Languages) -> Path:
     from rich.console import Console
 
     from fullrank import report, results
@@ -147,7 +148,7 @@ def languages_study(options: Languages) -> None:
         )
     outcome.write(record, made, options.out)
     console.print(table(record))
-    outcome.say_where(console, options.out)
+    return outcome.say_where(console, options.out)
 
 
 def table(record: Corpora) -> Table:

@@ -42,7 +42,7 @@ class Attention:
     """Directory for the runs, results.json and report.html. Runs that are finished are kept."""
 
 
-def attention(options: Attention) -> None:
+def attention(options: Attention) -> Path:
     from rich.console import Console
 
     from fullrank import report, results
@@ -76,7 +76,7 @@ def attention(options: Attention) -> None:
         raise SystemExit(128 + (stopped.signal or signal.SIGTERM)) from None
     outcome.write(record, made, options.out)
     console.print(table(record))
-    outcome.say_where(console, options.out)
+    return outcome.say_where(console, options.out)
 
 
 def table(record: AttentionStudy) -> Table:

@@ -126,7 +126,7 @@ class Pythia:
     """Seed of the simulations."""
 
 
-def pythia_study(options: Pythia) -> None:
+def pythia_study(options: Pythia) -> Path:
     from rich.console import Console
 
     from fullrank import report, results
@@ -148,10 +148,10 @@ def pythia_study(options: Pythia) -> None:
     console.print(series_table(record))
     for line in findings(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    outcome.say_where(console, options.out)
+    return outcome.say_where(console, options.out)
 
 
-def grid_study(options: _Extent) -> None:
+def grid_study(options: _Extent) -> Path:
     from rich.console import Console
 
     from fullrank import report, results
@@ -200,7 +200,7 @@ def grid_study(options: _Extent) -> None:
         console.print(
             f"{len(record.missing)} runs are missing: run the same command to go on", highlight=False
         )
-    outcome.say_where(console, out)
+    return outcome.say_where(console, out)
 
 
 def _study(options: _Extent) -> Any:

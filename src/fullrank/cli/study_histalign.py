@@ -85,7 +85,7 @@ OWN = {
 """Options of templates alone, and of restaurants and articles."""
 
 
-def histalign(options: Histalign) -> None:
+def histalign(options: Histalign) -> Path:
     from rich.console import Console
 
     from fullrank import report, results
@@ -109,7 +109,7 @@ def histalign(options: Histalign) -> None:
     outcome.write(record, made, options.out)
     for drawn in tables(record) if templates else [generation_table(record)]:
         console.print(drawn)
-    outcome.say_where(console, options.out)
+    return outcome.say_where(console, options.out)
 
 
 def _check(options: Histalign, others: Sequence[str]) -> None:

@@ -70,7 +70,7 @@ class Train:
     """Shard weights, gradients and optimiser between processes with FSDP2."""
 
 
-def train(options: Train) -> None:
+def train(options: Train) -> Path | None:
     from rich.console import Console
 
     from fullrank import results
@@ -82,7 +82,7 @@ def train(options: Train) -> None:
         config = _config(options, parent)
         if options.print_config:
             print("\n".join(lines(config) if is_main() else ()))
-            return
+            return None
         tokens = options.tokens
         if parent is not None and not options.data and tokens is None:
             tokens = parent.tokens
@@ -117,7 +117,7 @@ def train(options: Train) -> None:
             ),
             shown,
         )
-    _conclude(console, options, config, outcome)
+    return _conclude(console, options, config, outcome)
 
 
 def _parent(options: Train) -> Parent | None:
@@ -148,8 +148,9 @@ def _config(options: Train, parent: Parent | None) -> Config:
     return override(base, [*settings, *options.settings])
 
 
-def _conclude(console: Console, options: Train, config: Config, outcome: Outcome) -> None:
-    """What a person wants to read at the end; the record and its page where the run is over."""
+def _conclude(console: Console, options: Train, config: Config, outcome: Outcome) -> Path | None:
+    """What a person wants to read at the end; the record and its page where the run is over. One process does
+    it."""
     from fullrank import report, results
     from fullrank.cli import outcome as outcomes
     from fullrank.diagnose.series.runs import judged
@@ -157,7 +158,7 @@ def _conclude(console: Console, options: Train, config: Config, outcome: Outcome
     from fullrank.train.processes import is_main
 
     if not is_main():
-        return
+        return None
     if outcome.reason == "stopped":
         console.print(
             f"stopped at step {outcome.step:,} of {outcome.steps:,}; run the same command to continue",
@@ -183,6 +184,7 @@ def _conclude(console: Console, options: Train, config: Config, outcome: Outcome
             console.print(f"{label:<8}{words}, {one.bits_per_byte:.4f} bits per byte", highlight=False)
     if drawn:
         outcomes.say_where(console, options.out)
+    return options.out / outcomes.RESULTS
 
 
 def _shown(console: Console) -> Any:

@@ -84,7 +84,7 @@ class Upgrade:
     """Run model code that comes with the checkpoint."""
 
 
-def upgrade(options: Upgrade) -> None:
+def upgrade(options: Upgrade) -> Path:
     from rich.console import Console
 
     from fullrank import report, results
@@ -157,7 +157,7 @@ def upgrade(options: Upgrade) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if found.record.saved:
         console.print(f"{'model':<8}{options.out}", highlight=False, markup=False, soft_wrap=True)
-    outcome.say_where(console, options.out)
+    return outcome.say_where(console, options.out)
 
 
 def settings_of(options: Any) -> Settings:
