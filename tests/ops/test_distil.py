@@ -17,6 +17,7 @@ from torch import Tensor
 from fullrank.errors import FullrankError
 from fullrank.ops import Mixture, TopTokens, divergence, entropy, mixture_nll, token_logprobs
 from fullrank.ops.distil import reference
+from fullrank.ops.pointwise import IDENTITY
 from fullrank.ops.workspace import MIB
 
 KINDS = ("forward", "reverse", "jensen_shannon")
@@ -454,3 +455,49 @@ def test_workspace_bounds_memory_on_cuda(ask):
         divergence(*common, teacher, workspace=workspace).backward()
     made = (rows.numel() + weight.numel()) * 6
     assert torch.cuda.max_memory_allocated() - before - made <= workspace
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("rising", [False, True])
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("name", ["entropy", "forward", "reverse", "jensen_shannon"])
+def test_the_kernels_sums_hold_over_many_blocks(name: str, K: int, rising: bool) -> None:
+    """Of scores as they are given, to the precision of its arithmetic: peaks that rise from block to block, a
+    teacher whose scores lie 60 nats higher, a tail."""
+    from fullrank.ops.distil.kernels import distil_rows
+
+    draw = torch.Generator().manual_seed(0)
+    tokens, V, stride = 3, 9001, 9008
+    slope = torch.linspace(-8.0, 8.0, V) if rising else torch.linspace(8.0, -8.0, V)
+    scores = torch.zeros(tokens * K, stride).half()
+    scores[:, :V] = (2.0 * torch.randn(tokens * K, V, generator=draw) + slope).half()
+    taught = torch.zeros(tokens, stride).half()
+    taught[:, :V] = (2.0 * torch.randn(tokens, V, generator=draw) + slope + 60.0).half()
+    log_prior = torch.log_softmax(torch.randn(tokens, K, generator=draw), -1)
+
+    rows = scores[:, :V].double().requires_grad_()
+    prior = log_prior.double().requires_grad_()
+    log_p = torch.logsumexp(torch.log_softmax(rows.view(tokens, K, V), -1) + prior[..., None], 1)
+    log_q = torch.log_softmax(taught[:, :V].double(), -1)
+    p, q = log_p.exp(), log_q.exp()
+    log_m = torch.log((p + q) / 2)
+    value = {
+        "entropy": -p * log_p,
+        "forward": q * (log_q - log_p),
+        "reverse": p * (log_p - log_q),
+        "jensen_shannon": (p * (log_p - log_m) + q * (log_q - log_m)) / 2,
+    }[name].sum(-1)
+    gradient, prior_gradient = torch.autograd.grad(value.sum(), (rows, prior))
+
+    arguments = () if name == "entropy" else (taught[:, :V],)
+    options = {"temperature": 1.0, "gradient": True}
+    found, shares = distil_rows(name, scores[:, :V], None, log_prior, IDENTITY, *arguments, **options)
+    torch.testing.assert_close(found.double(), value.detach(), rtol=2e-5, atol=2e-5)
+    # Stored in half precision, where the smallest are no longer told apart.
+    torch.testing.assert_close(scores[:, :V].double(), gradient, rtol=2e-3, atol=2e-7)
+    if K > 1:
+        # Up to a multiple of the prior, which a softmax takes off again.
+        rest = shares.double() - prior_gradient
+        torch.testing.assert_close(
+            rest, log_prior.double().exp() * rest.sum(-1, keepdim=True), atol=2e-5, rtol=0
+        )

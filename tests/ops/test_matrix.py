@@ -374,8 +374,8 @@ def kernel_outputs(condition: str, dtype: torch.dtype, kind: str, components: in
         # f is applied to scores, which come out the same.
         return ()
     if condition not in ("plain", "confident"):
-        # One kernel with four functions: here it is about what it reads.
-        return (*at_ids, "entropy", "reverse")
+        # One kernel with four functions: here it is about what it reads, and one row's about its sums.
+        return (*at_ids, "entropy", "reverse", *(("forward",) if components == 1 else ()))
     tempered = ("entropy tempered", "forward tempered") if components == 1 else ()
     return (*at_ids, "entropy", "forward", "reverse", "jensen_shannon", *tempered)
 
@@ -407,7 +407,7 @@ def outputs_wanted(condition: str, dtype: str, kind: str, components: int) -> bo
 
 def outputs_usual(condition: str, dtype: str, kind: str, components: int) -> bool:
     if components == 1:
-        return dtype == "fp16" and condition in ("plain", "masked")
+        return dtype == "fp16" and condition in ("plain", "masked", "confident", "shifted", "odd")
     if kind != "identity":
         return condition == "shifted"
     return dtype == "fp16" or (dtype, condition) in (("fp32", "plain"), ("bf16", "confident"))

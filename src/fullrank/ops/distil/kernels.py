@@ -1,7 +1,7 @@
 """The kernel between the products of entropies and divergences: scores become Q in place.
 
-One program a token goes over its K rows of scores, and its teacher's one, three times; after the first they
-come from the cache. First every row's normaliser l_k = logsumexp_v a_kv. Then, with
+One program a token goes over its K rows of scores, and its teacher's one, three times. First every row's
+normaliser l_k = logsumexp_v a_kv. Then, with
 
     log p_v = logsumexp_k (log prior_k + a_kv - l_k),    r_kv = prior_k exp(a_kv - l_k) / p_v
 
@@ -18,6 +18,11 @@ are summed, F and B_k = sum_v r_kv c_v; and last, in place,
 
 A multiple of p_v in c cancels there, and in the log prior's gradient B_k too, for what it adds is a multiple
 of the prior. T is the temperature of one row, a = f(z) / T; several rows have none. All arithmetic is fp32.
+
+One row needs no second look for all but Jensen-Shannon. With the peaks m of a and n of the teacher's b, the
+sums of e^(a - m), of e^(b - n) and of one of them times (a - m) - (b - n), or times (a - m) for the entropy,
+give F; they are kept while the peaks rise. B is F for the entropy and the reverse divergence, -1 for the
+forward one.
 """
 
 from __future__ import annotations
@@ -63,6 +68,106 @@ def half(d):  # type: ignore[no-untyped-def]
     near = d * 0.5 + square * (0.125 - square * (1.0 / 192.0 - square * (1.0 / 2880.0)))
     far = tl.maximum(d, 0.0) + tl.log(1.0 + power(-tl.abs(d))) - 0.6931471805599453
     return tl.where(tl.abs(d) < 0.5, near, far)
+
+
+@jit
+def risen(value, peaks):  # type: ignore[no-untyped-def]
+    """Lanes with some more columns: their peaks, how far the old ones lie below, and how far the columns do;
+    both are 0 where there is nothing."""
+    higher = tl.maximum(peaks, tl.max(value, axis=1))
+    fall = tl.where(peaks == float("-inf"), 0.0, peaks - higher)
+    below = value - tl.where(higher == float("-inf"), 0.0, higher)[:, None]
+    return higher, fall, tl.where(below == float("-inf"), 0.0, below)
+
+
+@jit
+def follow(  # type: ignore[no-untyped-def]
+    peaks, sums, theirs, their_sums, moments, line, bias, other_line, other_bias, column, constant,
+    other_constant, inverse, V: tl.constexpr, stride: tl.constexpr, other_stride: tl.constexpr,
+    WHAT: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, OTHER_KIND: tl.constexpr,
+    OTHER_BIASED: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """What some columns of one row, and of its teacher's, add to peaks, sums and moments [lanes]."""
+    value, _slope = take(line, bias, column, V, stride, constant, KIND, BIASED, TAIL)
+    peaks, fall, below = risen(value * inverse, peaks)
+    weight = power(below)
+    if TAIL:
+        weight = tl.where(column < V, weight, 0.0)
+    gap, drift, scale, before = below, fall, fall, sums
+    sums = sums * power(fall) + tl.sum(weight, axis=1)
+    if WHAT != 0:
+        other, _slope = take(
+            other_line, other_bias, column, V, other_stride, other_constant, OTHER_KIND, OTHER_BIASED, TAIL
+        )
+        theirs, their_fall, their_below = risen(other * inverse, theirs)
+        their_weight = power(their_below)
+        if TAIL:
+            their_weight = tl.where(column < V, their_weight, 0.0)
+        gap -= their_below
+        drift -= their_fall
+        if WHAT == 2:
+            weight, scale, before = their_weight, their_fall, their_sums
+        their_sums = their_sums * power(their_fall) + tl.sum(their_weight, axis=1)
+    moments = (moments + before * drift) * power(scale) + tl.sum(weight * gap, axis=1)
+    return peaks, sums, theirs, their_sums, moments
+
+
+@jit
+def gathered(peaks):  # type: ignore[no-untyped-def]
+    """The peak of all lanes, and how far each lane's lies below it; 0 for a lane without columns."""
+    top = tl.max(peaks, axis=0)
+    return top, tl.where(peaks == float("-inf"), 0.0, peaks - top)
+
+
+@jit
+def one_look(  # type: ignore[no-untyped-def]
+    line, bias, other_line, other_bias, constant, other_constant, inverse, V: tl.constexpr,
+    stride: tl.constexpr, other_stride: tl.constexpr, WHAT: tl.constexpr, KIND: tl.constexpr,
+    BIASED: tl.constexpr, OTHER_KIND: tl.constexpr, OTHER_BIASED: tl.constexpr, LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """F, B and both normalisers of one row."""
+    BLOCK: tl.constexpr = LANES * GROUP
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    within = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    peaks = tl.full([LANES], float("-inf"), tl.float32)
+    theirs = tl.full([LANES], float("-inf"), tl.float32)
+    sums = tl.zeros([LANES], tl.float32)
+    their_sums = tl.zeros([LANES], tl.float32)
+    moments = tl.zeros([LANES], tl.float32)
+    for start in range(0, FULL, BLOCK):
+        peaks, sums, theirs, their_sums, moments = follow(
+            peaks, sums, theirs, their_sums, moments, line, bias, other_line, other_bias, start + within,
+            constant, other_constant, inverse, V, stride, other_stride, WHAT, KIND, BIASED, OTHER_KIND,
+            OTHER_BIASED, False,
+        )  # fmt: skip
+    if V > FULL:
+        peaks, sums, theirs, their_sums, moments = follow(
+            peaks, sums, theirs, their_sums, moments, line, bias, other_line, other_bias, FULL + within,
+            constant, other_constant, inverse, V, stride, other_stride, WHAT, KIND, BIASED, OTHER_KIND,
+            OTHER_BIASED, True,
+        )  # fmt: skip
+    top, fall = gathered(peaks)
+    total = tl.sum(sums * power(fall), axis=0)
+    share = tl.log(total)
+    their_normaliser = 0.0
+    if WHAT == 0:
+        value = share - tl.sum((moments + sums * fall) * power(fall), axis=0) / total
+        sum_of_c = value
+    else:
+        their_top, their_fall = gathered(theirs)
+        their_total = tl.sum(their_sums * power(their_fall), axis=0)
+        their_share = tl.log(their_total)
+        their_normaliser = their_top + their_share
+        drift = fall - their_fall
+        if WHAT == 1:
+            value = tl.sum((moments + sums * drift) * power(fall), axis=0) / total - share + their_share
+            sum_of_c = value
+        else:
+            moment = tl.sum((moments + their_sums * drift) * power(their_fall), axis=0)
+            value = share - their_share - moment / their_total
+            sum_of_c = -1.0
+    return value, sum_of_c, top + share, their_normaliser
 
 
 @jit
@@ -201,37 +306,47 @@ def distil_kernel(  # type: ignore[no-untyped-def]
         own = normalisers + token * K
         prior = log_prior + token * K
         share = shares + token * K
-        for k in range(K):
-            found = normaliser(
-                lines + k * stride, bias, constant, inverse, V, stride, KIND, BIASED, LANES, GROUP
-            )
-            tl.store(own + k, found)
         theirs = 0.0
-        if WHAT != 0:
-            theirs = normaliser(
-                line, other_bias, other_constant, inverse, V, other_stride, OTHER_KIND, OTHER_BIASED,
-                LANES, GROUP,
+        if K == 1 and WHAT != 3:
+            found, sum_of_c, mine, theirs = one_look(
+                lines, bias, line, other_bias, constant, other_constant, inverse, V, stride, other_stride,
+                WHAT, KIND, BIASED, OTHER_KIND, OTHER_BIASED, LANES, GROUP,
             )  # fmt: skip
-        # Every lane reads what one has written.
-        tl.debug_barrier()
-        value = tl.zeros([LANES], tl.float32)
-        sums = tl.zeros([LANES, PLACES], tl.float32)
-        for start in range(0, FULL, BLOCK):
-            value, sums = sum_block(
-                value, sums, lines, bias, line, other_bias, start + within, prior, own, theirs, constant,
-                other_constant, inverse, V, stride, other_stride, K, PLACES, WHAT, KIND, BIASED, OTHER_KIND,
-                OTHER_BIASED, GRADIENT, False,
-            )  # fmt: skip
-        if V > FULL:
-            value, sums = sum_block(
-                value, sums, lines, bias, line, other_bias, FULL + within, prior, own, theirs, constant,
-                other_constant, inverse, V, stride, other_stride, K, PLACES, WHAT, KIND, BIASED, OTHER_KIND,
-                OTHER_BIASED, GRADIENT, True,
-            )  # fmt: skip
-        tl.store(values + token, tl.sum(value, axis=0))
+            tl.store(values + token, found)
+            tl.store(own, mine)
+            tl.store(share, sum_of_c)
+        else:
+            for k in range(K):
+                found = normaliser(
+                    lines + k * stride, bias, constant, inverse, V, stride, KIND, BIASED, LANES, GROUP
+                )
+                tl.store(own + k, found)
+            if WHAT != 0:
+                theirs = normaliser(
+                    line, other_bias, other_constant, inverse, V, other_stride, OTHER_KIND, OTHER_BIASED,
+                    LANES, GROUP,
+                )  # fmt: skip
+            # Every lane reads what one has written.
+            tl.debug_barrier()
+            value = tl.zeros([LANES], tl.float32)
+            sums = tl.zeros([LANES, PLACES], tl.float32)
+            for start in range(0, FULL, BLOCK):
+                value, sums = sum_block(
+                    value, sums, lines, bias, line, other_bias, start + within, prior, own, theirs, constant,
+                    other_constant, inverse, V, stride, other_stride, K, PLACES, WHAT, KIND, BIASED,
+                    OTHER_KIND, OTHER_BIASED, GRADIENT, False,
+                )  # fmt: skip
+            if V > FULL:
+                value, sums = sum_block(
+                    value, sums, lines, bias, line, other_bias, FULL + within, prior, own, theirs, constant,
+                    other_constant, inverse, V, stride, other_stride, K, PLACES, WHAT, KIND, BIASED,
+                    OTHER_KIND, OTHER_BIASED, GRADIENT, True,
+                )  # fmt: skip
+            tl.store(values + token, tl.sum(value, axis=0))
+            if GRADIENT:
+                place = tl.arange(0, PLACES)
+                tl.store(share + place, tl.sum(sums, axis=0), mask=place < K)
         if GRADIENT:
-            place = tl.arange(0, PLACES)
-            tl.store(share + place, tl.sum(sums, axis=0), mask=place < K)
             tl.debug_barrier()
             for start in range(0, FULL, BLOCK):
                 column = start + within
