@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fullrank.errors import FullrankError
+from fullrank.fit.optimiser import first_half_product
 from fullrank.models.flops import training_flops
 from fullrank.train import batches, checkpoint, folder, loop
 from fullrank.train.config import Config, override
@@ -105,6 +106,8 @@ def timeless(value: Any) -> Any:
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    # Muon would change the bits of later runs: runs of one process are compared here.
+    first_half_product()
     yield Workshop(tmp_path_factory.mktemp("loop"))
     torch.set_num_threads(threads)
 

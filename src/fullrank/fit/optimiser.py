@@ -56,18 +56,23 @@ class OptimiserConfig:
     finetune_lr: float = 0.0
 
 
+def first_half_product() -> None:
+    """On a processor without bf16 products the first one says so, with a page of text, and from then on torch
+    makes all products in another way, those of fp32 too. Before a run begins: one that goes on after a stop
+    would differ from one that never stopped."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = torch.zeros(64, 64, dtype=torch.bfloat16)
+        torch.addmm(first.T, first, first.T)
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """Two of torch's optimisers as one: groups that say `muon` go to Muon."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], fused: bool):
         super().__init__(groups, {"lr": lr})
         matrices, others = self._groups(muon=True), self._groups(muon=False)
-        # A processor without bf16 products says so at the first one, with a page of text, and rounds that
-        # unlike all later ones: a run that goes on would differ from one that never stopped.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            first = torch.zeros(64, 64, dtype=torch.bfloat16)
-            torch.addmm(first.T, first, first.T)
+        first_half_product()
         # Each adds to the groups what it needs to find in them.
         self.muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw") if matrices else None
         self.adamw = torch.optim.AdamW(others, lr=lr, betas=betas, fused=fused) if others else None
