@@ -48,6 +48,13 @@ def test_the_body_answers_and_is_stored_once(tmp_path: Path) -> None:
         _ = made.no_such_thing
 
 
+def test_no_place_on_a_machine_is_stored(tmp_path: Path) -> None:
+    made = config()
+    made.body.name_or_path = made.name_or_path = "/home/somebody/secret"
+    made.save_pretrained(tmp_path)
+    assert "secret" not in (tmp_path / "config.json").read_text()
+
+
 def test_attention_is_chosen_for_the_body() -> None:
     assert config(attn_implementation="eager").body._attn_implementation == "eager"
 

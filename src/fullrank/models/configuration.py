@@ -69,6 +69,13 @@ class FullrankConfig(PreTrainedConfig):
         if self.vocab_size is None:
             self.vocab_size = getattr(self.get_text_config(), "vocab_size", None)
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        found = super().to_diff_dict()
+        # Where the body came from is a place on somebody's machine; transformers leaves out only its own.
+        if isinstance(found.get("body"), dict):
+            found["body"].pop("_name_or_path", None)
+        return found
+
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
         return self.body.get_text_config(decoder=decoder, encoder=encoder)
 
