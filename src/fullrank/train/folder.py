@@ -153,7 +153,8 @@ def publish(stored: Path) -> None:
     different models.
     """
     run = stored.parent.parent
-    names = sorted(file.name for file in stored.glob("*.json") if file.name != checkpoints.MANIFEST)
+    kept = [file for file in stored.iterdir() if file.suffix in (".py", ".json")]
+    names = sorted(file.name for file in kept if file.name != checkpoints.MANIFEST)
     for name in (*names, WEIGHTS):
         _link(stored / name, run / name, run / f".published.{name}")
 
