@@ -97,6 +97,30 @@ def test_a_run_from_the_command_line(trained: Path) -> None:
     assert record.evaluations[0].monitors["head_effective_rank"] > 0
 
 
+def test_a_finished_run_has_a_card_and_one_that_was_changed_stays(
+    place: Path, trained: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import ModelCard
+
+    record, _ = results.load(trained / "results.json")
+    card = ModelCard.load(trained / "README.md")
+    assert card.data.to_dict()["tags"] == ["fullrank", "mos"]
+    assert f"{record.test.value:.4f} ({record.test.low:.4f} to {record.test.high:.4f})" in card.text
+    assert "`components=2`" in card.text
+    assert "`train.txt`, `valid.txt`, `test.txt`" in card.text
+    assert "`fullrank train awd-lstm --head mos --set body.hidden=8" in card.text
+    assert str(place) not in card.content
+    # It is part of what an unchanged run goes on with.
+    again = place / "carded"
+    shutil.copytree(trained, again)
+    assert command(arguments("carded", "--set", "steps=8")) == 0
+    assert "in 8 steps" in (again / "README.md").read_text()
+    (again / "README.md").write_text("mine")
+    assert command(arguments("carded", "--set", "steps=9")) == 0
+    assert (again / "README.md").read_text() == "mine"
+    assert "README.md is not as fullrank left it" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["store", "flat"])
 def test_tokens_made_elsewhere_train_the_same(
     kind: str, place: Path, trained: Path, arguments: Callable[..., list[str]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fullrank.errors import FullrankError
 from fullrank.fit import comparison
 from fullrank.fit.collect import tokenise
 from fullrank.models.loading import load, quiet
+from fullrank.upgrade import collapse as collapse_model
 from fullrank.upgrade import run
 from fullrank.upgrade import training as fit
 
@@ -116,7 +118,8 @@ def test_without_text_only_the_head_changes(
     assert record.parameters == record.model.parameters + 3 * 16 * 5 + 3 * 5 + 3 * 16
     assert "before training: KL" in printed
     torch.testing.assert_close(logits(out), logits(model), atol=1e-4, rtol=0)
-    assert {"config.json", "model.safetensors", "tokenizer.json", "report.html"} <= set(left(out))
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "report.html", "README.md"}
+    assert expected <= set(left(out))
 
 
 def test_training_prints_controls_and_saves_what_was_judged(
@@ -183,6 +186,48 @@ def test_the_whole_model_can_be_trained(upgraded: Run, text: Path, model: Path, 
     assert not torch.equal(loaded.model.get_parameter(name), original.model.get_parameter(name))
     # Checkpoints were for a crash, and there was none.
     assert list((tmp_path / "states").iterdir()) == []
+
+
+def test_the_model_has_a_card(upgraded: Run, model: Path, text: Path, tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    origin = tmp_path / "nameless"
+    shutil.copytree(model, origin)
+    (origin / "README.md").write_text("---\nlicense: cc-by-4.0\nbase_model: /home/x\n---\n# Mine\n")
+    flags = ["--head", "trunk", "--components", "2", "--set", "private=5"]
+    out = upgraded(*flags, "--train", str(text), *SHORT, model=origin)
+    record, _ = results.load(out / "results.json")
+    card = ModelCard.load(out / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["fullrank", "trunk"],
+        "license": "cc-by-4.0",
+    }  # fmt: skip
+    assert record.verdict in card.text
+    for one in record.training.fits:
+        assert f"{one.after.value:.4f} ({one.after.low:.4f} to {one.after.high:.4f})" in card.text
+    assert "`prose.txt`" in card.text
+    given = "--head trunk --components 2 --set private=5 --seeds 1 --tokens 1024 --window 64 --epochs 1"
+    assert f"`fullrank upgrade {given}`" in card.text
+    plain = tmp_path / "plain"
+    arguments = [str(out), "--out", str(plain), "--cache", str(tmp_path / "states"), "--text", str(text)]
+    collapse(tyro.cli(Collapse, args=[*arguments, "--tokens", "1024", "--window", "64", "--epochs", "1"]))
+    record, _ = results.load(plain / "results.json")
+    last = ModelCard.load(plain / "README.md")
+    assert last.data.to_dict()["license"] == "cc-by-4.0"
+    assert f"{record.cost.value:.4f} ({record.cost.low:.4f} to {record.cost.high:.4f})" in last.text
+    for text_of in (card.text, last.text, (out / "config.json").read_text()):
+        assert str(tmp_path) not in text_of
+    assert "nameless" not in card.text + last.text
+    # What was upgraded is known by its name, where that is one on the hub.
+    (out / "config.json").write_text(
+        (out / "config.json").read_text().replace('"source": "directory"', '"source": "hub"')
+    )
+    again = load(out)
+    _, found = collapse_model(
+        again.model, again.tokenizer, [text], settings=fit.Settings(tokens=512, window=64, epochs=1),
+        cache=tmp_path / "states", name="out", source="directory",
+    )  # fmt: skip
+    assert found.base_model == "nameless"
 
 
 @pytest.mark.slow(reason="trains every head of auto, five seconds")

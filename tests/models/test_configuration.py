@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,13 @@ def test_the_body_answers_and_is_stored_once(tmp_path: Path) -> None:
         _ = made.no_such_thing
 
 
+def test_no_place_on_a_machine_is_stored(tmp_path: Path) -> None:
+    made = config()
+    made.body.name_or_path = made.name_or_path = "/home/somebody/secret"
+    made.save_pretrained(tmp_path)
+    assert "secret" not in (tmp_path / "config.json").read_text()
+
+
 def test_attention_is_chosen_for_the_body() -> None:
     assert config(attn_implementation="eager").body._attn_implementation == "eager"
 
@@ -85,6 +93,49 @@ print(type(config).__name__, type(model).__name__, model.lm_head.components)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["FullrankConfig", "FullrankForCausalLM", "2"]
+
+
+def test_no_code_is_stored_but_an_import_and_that_is_not_run_here(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    # What transformers calls on a class that it found by an import file.
+    FullrankConfig.register_for_auto_class()
+    config().save_pretrained(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "fullrank_import.py"]
+    assert "from fullrank.models import FullrankConfig" in (tmp_path / "fullrank_import.py").read_text()
+    (tmp_path / "fullrank_import.py").write_text("raise SystemExit('run')")
+    for trust in (None, False, True):
+        assert type(AutoConfig.from_pretrained(tmp_path, trust_remote_code=trust)) is FullrankConfig
+
+
+@pytest.mark.slow(reason="seven seconds of imports")
+def test_a_process_that_never_heard_of_fullrank_finds_it_where_it_may(
+    tmp_path: Path, tiny_model: Callable[..., Any]
+) -> None:
+    from fullrank.upgrade import upgrade
+
+    upgrade(tiny_model(), "mos", components=2).save_pretrained(tmp_path / "made")
+    script = f"""
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained({str(tmp_path / "made")!r}, trust_remote_code=False)
+except ValueError as error:
+    assert "trust_remote_code=True" in str(error)
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "made")!r}, trust_remote_code=True)
+model.save_pretrained({str(tmp_path / "again")!r})
+print(type(model).__module__)
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["fullrank.models.causal_lm"]
+    # What it saves is found in the same way, and holds no copy of the code either.
+    made, again = ({file.name for file in (tmp_path / name).iterdir()} for name in ("made", "again"))
+    assert made == again
+    stored = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert stored["auto_map"] == {"AutoConfig": "fullrank_import.FullrankConfig"}
 
 
 def test_functions_keep_their_names_beside_the_files_that_hold_them() -> None:

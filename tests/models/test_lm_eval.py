@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,7 +158,7 @@ def test_scores_are_the_originals(
     assert 0 < expected["scores"]["choice"]["acc,none"] < 1
     for head in ("mos", "pointer"):
         check(evaluated(harness, tasks, upgrade(tiny_model(), head), tokeniser), expected)
-    # By name, as its command line does it.
+    # By name, as its command line does it in a process that has imported fullrank.
     made = upgrade(tiny_model(), "trunk")
     made.save_pretrained(tmp_path)
     tokeniser.save_pretrained(tmp_path)
@@ -164,3 +167,25 @@ def test_scores_are_the_originals(
         made.lm_head.decoder.weight.mul_(0.9)
     with pytest.raises(AssertionError):
         check(evaluated(harness, tasks, made, tokeniser), expected)
+
+
+@pytest.mark.slow(reason="half a minute, most of it the imports of the harness and its thousands of tasks")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_its_command_line_finds_an_upgraded_model(
+    harness: Any, tasks: Path, tokeniser: Any, tiny_model: Make, tmp_path: Path
+) -> None:
+    upgrade(tiny_model(), "trunk").save_pretrained(tmp_path / "model")
+    tokeniser.save_pretrained(tmp_path / "model")
+    command = [
+        sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args",
+        f"pretrained={tmp_path / 'model'},trust_remote_code=True,max_length=64", "--tasks", "rolling",
+        "--include_path", str(tasks), "--device", "cpu", "--output_path", str(tmp_path / "scores.json"),
+    ]  # fmt: skip
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("scores*.json")
+    found = json.loads(file.read_text())["results"]["rolling"]
+    expected = evaluated(harness, tasks, tiny_model(), tokeniser)["scores"]["rolling"]
+    assert found["bits_per_byte,none"] == pytest.approx(expected["bits_per_byte,none"], rel=1e-5)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -173,6 +174,30 @@ def test_fingerprint_is_of_the_content(copied: Callable[..., Path], tiny_checkpo
     assert len({before, after, checkpoint.fingerprint(first)}) == 3
 
 
+@pytest.mark.parametrize(
+    ("readme", "license"),
+    [
+        ("---\nlicense: apache-2.0\n---\n# A model\n", "apache-2.0"),
+        ("---\nlicense: [mit, apache-2.0]\n---\n", ""),
+        ("---\nlicense: {a: *b}\n---\n", ""),
+        ("---\n1: 2\n---\n", ""),
+        ("---\n- license\n---\n", ""),
+        ("---\nlicense: " + "[" * 5000 + "\n---\n", ""),
+        ("license: mit", ""),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_the_license_is_what_its_readme_states(readme: str | None, license: str, tmp_path: Path) -> None:
+    if readme is not None:
+        (tmp_path / "README.md").write_text(readme)
+    with loading.quiet():
+        assert checkpoint.stated_license(tmp_path) == license
+    if readme is None:
+        os.mkfifo(tmp_path / "README.md")
+        assert checkpoint.stated_license(tmp_path) == ""
+
+
 def test_huge_files_are_hashed_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "HASHED_WHOLE", 1000)
     monkeypatch.setattr(checkpoint, "BLOCK", 100)
@@ -285,8 +310,10 @@ def test_a_cached_model_needs_no_hub(
     shutil.copytree(tiny_checkpoint("llama"), cached / "snapshots" / ("c" * 40))
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("c" * 40)
+    (cached / "snapshots" / ("c" * 40) / "README.md").write_text("---\nlicense: mit\n---\n")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert loading.load("organisation/name").source == "hub"
+    loaded = loading.load("organisation/name")
+    assert (loaded.source, loaded.license) == ("hub", "mit")
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ def test_a_run_and_its_checkpoints_are_directories_of_transformers(trained: Path
             run.corpus.vocabulary.eos, *run.corpus.vocabulary.encode(text, end=False)
         ]  # fmt: skip
     best = checkpoint.found(trained / "checkpoints", "best")[-1]
-    assert (trained / "model.safetensors").samefile(best / "model.safetensors")
+    for name in ("model.safetensors", "fullrank_import.py"):
+        assert (trained / name).samefile(best / name)
     # A line's end is no end of a text.
     assert model.generation_config.eos_token_id is None
     assert model.generate(max_new_tokens=20).shape == (1, 21)

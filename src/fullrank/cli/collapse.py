@@ -30,7 +30,7 @@ class Collapse:
     text: tuple[Path, ...] = ()
     """Text files to fit and judge on; without any, English text that this Python installation carries."""
     out: Path = Path("runs/collapse")
-    """New directory for the model, its tokenizer, results.json and report.html."""
+    """New directory for the model, its tokenizer and card (README.md), results.json and report.html."""
     tokens: int | None = None
     """Tokens of text to run the body on; 16384 by default."""
     window: int | None = None
@@ -56,6 +56,7 @@ def collapse(options: Collapse) -> Path:
 
     from fullrank import report, results
     from fullrank.cli import outcome
+    from fullrank.report import card
 
     settings = settings_of(options)
     results.check_writable(options.out)
@@ -92,6 +93,7 @@ def collapse(options: Collapse) -> Path:
                 cache=options.cache or states_directory(),
                 fingerprint=loaded.fingerprint,
                 name=loaded.name,
+                source=loaded.source,
                 progress=bar.update,
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -102,6 +104,8 @@ def collapse(options: Collapse) -> Path:
         bar.update("writing", 0.0)
         with folder.whole(options.out) as place:
             folder.write_model(model, loaded.tokenizer, place)
+            flags = outcome.flags(options)
+            card.write(place, card.render(record, made, flags=flags, license=loaded.license))
             outcome.write(record, made, place)
     console.print(table(record))
     console.print(f"{'model':<8}{options.out}", highlight=False, markup=False, soft_wrap=True)

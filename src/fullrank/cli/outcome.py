@@ -1,7 +1,11 @@
-"""What every command leaves behind: results.json, report.html, and two lines that say where."""
+"""What every command leaves behind: results.json, report.html, and two lines that say where; and the card of
+those that make a model."""
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +15,10 @@ if TYPE_CHECKING:
     from fullrank.results import Provenance
 
 RESULTS, PAGE = "results.json", "report.html"
+PLACES = ("model", "teacher", "parent")
+"""Arguments that may be paths though they are strings."""
+REPEATED = ("options", "settings")
+"""What --set NAME=VALUE, given many times, is called in a command."""
 
 
 def write(record: Any, made: Provenance, out: Path) -> None:
@@ -28,6 +36,29 @@ def write_page(record: Any, made: Provenance, out: Path) -> None:
         (out / PAGE).unlink(missing_ok=True)
     else:
         report.write(record, made, out / PAGE)
+
+
+def flags(options: Any) -> str:
+    """What a command was given beyond its defaults, without anything that names a place on this machine."""
+    return shlex.join(_flags(options))
+
+
+def _flags(options: Any) -> Iterator[str]:
+    for field in dataclasses.fields(options):
+        value, name = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        several = value if isinstance(value, tuple) else (value,)
+        if field.name in PLACES or value == field.default or any(isinstance(one, Path) for one in several):
+            continue
+        if field.name in REPEATED:
+            for one in several:
+                setting, _, given = one.partition("=")
+                hidden = any(mark in given for mark in ("/", "\\", "~"))
+                yield from ("--set", f"{setting}={'...' if hidden else given}")
+        elif isinstance(value, bool):
+            yield name if value else f"--no-{name.removeprefix('--')}"
+        else:
+            yield from (() if field.name == "recipe" else (name,))
+            yield from map(str, several)
 
 
 def say_where(console: Console, out: Path) -> Path:

@@ -14,6 +14,7 @@ from fullrank.errors import FullrankError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fullrank.results import Provenance, Training
     from fullrank.train.branch import Parent
     from fullrank.train.config import Config
     from fullrank.train.loop import Outcome
@@ -42,7 +43,7 @@ class Train:
     verify: bool = False
     """Read all tokens once more to see that no byte of them has changed."""
     out: Path = Path("runs/train")
-    """Directory of the run: config, checkpoints, log, results and page."""
+    """Directory of the run: config, checkpoints, log, results, page, and the model's card (README.md)."""
     head: str | None = None
     """The head's name: softmax, mos, moss, moc, trunk, sigsoftmax, doc, ...; softmax, or that of the run in
     --from."""
@@ -154,6 +155,7 @@ def _conclude(console: Console, options: Train, config: Config, outcome: Outcome
     from fullrank import report, results
     from fullrank.cli import outcome as outcomes
     from fullrank.diagnose.series.runs import judged
+    from fullrank.report import card
     from fullrank.results.training_log import read_log
     from fullrank.train.processes import is_main
 
@@ -175,6 +177,9 @@ def _conclude(console: Console, options: Train, config: Config, outcome: Outcome
             # A machine that trains need not be one that draws.
             console.print(str(error), highlight=False, markup=False, soft_wrap=True)
             drawn = False
+        if not _carded(options, record, made):
+            words = f"{options.out / card.NAME} is not as fullrank left it, and stays as it is"
+            console.print(words, highlight=False, markup=False, soft_wrap=True)
     else:
         console.print("this run had already finished; nothing was changed", highlight=False)
     tests = [one for one in record.evaluations if one.split == "test"]
@@ -185,6 +190,20 @@ def _conclude(console: Console, options: Train, config: Config, outcome: Outcome
     if drawn:
         outcomes.say_where(console, options.out)
     return options.out / outcomes.RESULTS
+
+
+def _carded(options: Train, record: Training, made: Provenance) -> bool:
+    """Write the card of the run's model; False where there is one of somebody else's."""
+    from fullrank.cli import outcome
+    from fullrank.report import card
+    from fullrank.results.reading import read_json
+
+    if not (options.out / "config.json").exists():
+        return True
+    # The record has every setting of every head; this one has taken some of them.
+    head = read_json(options.out / "config.json")["head"]
+    own = {name: value for name, value in head.items() if name not in ("name", "hidden")}
+    return card.write(options.out, card.render(record, made, flags=outcome.flags(options), options=own))
 
 
 def _shown(console: Console) -> Any:

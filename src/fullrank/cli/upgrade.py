@@ -41,7 +41,7 @@ class Upgrade:
     ] = ()
     """Any other option of the head, such as private=64; may be given many times."""
     out: Path = Path("runs/upgrade")
-    """New directory for the model, its tokenizer, results.json and report.html."""
+    """New directory for the model, its tokenizer and card (README.md), results.json and report.html."""
     train: tuple[Path, ...] = ()
     """Text to train the head on, the body frozen: files (also .jsonl, .parquet, compressed, in archives),
     directories, hub datasets, read from all over. Without any, the head is not trained."""
@@ -89,6 +89,7 @@ def upgrade(options: Upgrade) -> Path:
 
     from fullrank import report, results
     from fullrank.cli import outcome
+    from fullrank.report import card
 
     settings = settings_of(options)
     head_options = _head_options(options)
@@ -143,6 +144,8 @@ def upgrade(options: Upgrade) -> Path:
         with folder.whole(options.out) as place:
             if found.model is not None:
                 folder.write_model(found.model, loaded.tokenizer, place)
+                flags = outcome.flags(options)
+                card.write(place, card.render(found.record, made, flags=flags, license=loaded.license))
             outcome.write(found.record, made, place)
         if found.checkpoints is not None:
             shutil.rmtree(found.checkpoints, ignore_errors=True)

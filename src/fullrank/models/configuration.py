@@ -7,16 +7,28 @@
 
 Whatever else is asked of it (max_position_embeddings, eos_token_id, num_hidden_layers, ...) the body's text
 configuration answers.
+
+Beside every config.json stands IMPORT_FILE, one import, which `auto_map` names. So a program that imports
+only transformers (`lm_eval`) finds the installed package where its user passes trust_remote_code. No code of
+the model is copied, and where fullrank is imported transformers takes our class and leaves the file alone.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from fullrank.errors import FullrankError
+from fullrank.results import write_whole
+
+IMPORT_FILE = "fullrank_import.py"
+IMPORT = '''"""The model is one of the installed package fullrank: nothing else is in here."""
+
+from fullrank.models import FullrankConfig  # noqa: F401
+'''
 
 
 class FullrankConfig(PreTrainedConfig):
@@ -68,6 +80,22 @@ class FullrankConfig(PreTrainedConfig):
         self.head = {"name": "softmax"} if self.head is None else dict(self.head)
         if self.vocab_size is None:
             self.vocab_size = getattr(self.get_text_config(), "vocab_size", None)
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> None:
+        self.auto_map = {"AutoConfig": f"{Path(IMPORT_FILE).stem}.{FullrankConfig.__name__}"}
+        write_whole(Path(save_directory) / IMPORT_FILE, IMPORT)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing, where transformers would save a copy of this file with every model from now on."""
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        found = super().to_diff_dict()
+        # Where the body came from is a place on somebody's machine; transformers leaves out only its own.
+        if isinstance(found.get("body"), dict):
+            found["body"].pop("_name_or_path", None)
+        return found
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
         return self.body.get_text_config(decoder=decoder, encoder=encoder)

@@ -33,7 +33,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PATIENCE = 10.0
 """Seconds to wait for the hub's answer before the local cache is asked alone."""
 
-HUB_FILES = ("*.json", "*.model", "*.model.v*", "*.txt", "*.tiktoken", "*.jinja")
+HUB_FILES = ("*.json", "*.model", "*.model.v*", "*.txt", "*.tiktoken", "*.jinja", "README.md")
 """What is fetched beside the weights."""
 
 NOT_FETCHED = ("*/*", "consolidated*", "*.onnx", "training_args*", "optimizer*", "scheduler*", "rng_state*")
@@ -56,6 +56,8 @@ class Loaded:
     """sha256 over configuration, weights and tokenizer."""
     notes: tuple[str, ...]
     """A sentence each for what a reader should know about how it was loaded."""
+    license: str = ""
+    """As its own README states it; "" where it does not."""
 
 
 def _silent(message: str) -> None:
@@ -108,6 +110,7 @@ def load(
         say(f"loading {name}")
         found = checkpoint.read(directory, allow_pickle=allow_pickle)
         built, tokenizer, more = _build(found, trust_remote_code, device, dtype, device_map)
+        stated = checkpoint.stated_license(directory)
     return Loaded(
         model=built,
         tokenizer=tokenizer,
@@ -116,6 +119,7 @@ def load(
         storage=storage or _storage(found, built),
         fingerprint=checkpoint.fingerprint(found),
         notes=(*notes, *more),
+        license=stated,
     )
 
 

@@ -218,6 +218,18 @@ def content_hash(path: Path) -> str:
         raise FullrankError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
 
 
+def stated_license(directory: Path) -> str:
+    """What its README states in the front matter that the hub reads; "" where it states nothing."""
+    from huggingface_hub import ModelCard
+
+    try:
+        text = read_bytes(directory / "README.md").decode("utf8", "replace")
+        found = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
+    except Exception:  # of several libraries, about a file that no measurement needs
+        return ""
+    return found if isinstance(found, str) else ""
+
+
 def first_line(error: BaseException) -> str:
     """What an exception of a library says, as a part of one sentence."""
     text = str(error).strip() or type(error).__name__

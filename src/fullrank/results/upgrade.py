@@ -211,3 +211,5 @@ class Collapse:
     steps: int
     seconds: float
     notes: tuple[str, ...]
+    base_model: str = ""
+    """Hub name of the upgraded model, or of the one that was upgraded; "" where neither has one."""

@@ -63,7 +63,8 @@ def write(
 ) -> Path:
     """Write a checkpoint whole or not at all; an existing one of the same name is replaced.
 
-    kind is "step", which a run continues from, or "best", the weights alone. `files` are JSON files by name.
+    kind is "step", which a run continues from, or "best", the weights alone. `files` are texts by name: JSON,
+    and the import of the model's code.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -142,7 +143,7 @@ def read(path: Path) -> Stored:
         groups = {}
         for name, expected in manifest["files"].items():
             file = path / name
-            if Path(name).name != name or file.suffix not in (".safetensors", ".json"):
+            if Path(name).name != name or file.suffix not in (".safetensors", ".json", ".py"):
                 raise Damaged(f"{path} names a file {name!r} that no checkpoint has")
             if file.stat().st_size != expected["bytes"] or sha256(file) != expected["sha256"]:
                 raise Damaged(f"{file} is not what was written: its checksum is another")

@@ -6,6 +6,7 @@ RUN/config.json, model.safetensors, tokenizer.json, ...    the best model so far
 RUN/tokens/          the tokens, built once (data.py)
 RUN/checkpoints/     checkpoint.py
 RUN/snapshots/       models of chosen steps that stay, for `from_pretrained`
+RUN/README.md        the best model's card, once the run is over
 RUN/log.jsonl        everything that happened (log.py)
 RUN/.lock            held while a process trains here
 """
@@ -114,7 +115,7 @@ def _refuse_strange(path: Path) -> None:
 
 def _unfinished(path: Path) -> list[Path]:
     """What `write_whole` leaves where it is killed."""
-    names = (CONFIG, LOG, "results.json", "report.html", "published")
+    names = (CONFIG, LOG, "results.json", "report.html", "README.md", "published")
     return [one for name in names for one in path.glob(f".{name}.*")]
 
 
@@ -153,7 +154,8 @@ def publish(stored: Path) -> None:
     different models.
     """
     run = stored.parent.parent
-    names = sorted(file.name for file in stored.glob("*.json") if file.name != checkpoints.MANIFEST)
+    kept = [file for file in stored.iterdir() if file.suffix in (".py", ".json")]
+    names = sorted(file.name for file in kept if file.name != checkpoints.MANIFEST)
     for name in (*names, WEIGHTS):
         _link(stored / name, run / name, run / f".published.{name}")
 

@@ -36,11 +36,12 @@ def collapse(
     cache: Path,
     fingerprint: str = "",
     name: str = "",
+    source: str = "",
     progress: fit.Progress = lambda stage, share: None,
 ) -> tuple[Any, Collapse]:
     """The plain transformers model closest to an upgraded one on a text, and what it costs.
 
-    The two share the body. `model` is a `FullrankForCausalLM`.
+    The two share the body. `model` is a `FullrankForCausalLM`; `name` and `source` are what `Loaded` says.
     """
     settings = fit.Settings() if settings is None else settings
     started = time.monotonic()
@@ -68,8 +69,10 @@ def collapse(
         if layer.bias is not None and found.bias is not None:
             layer.bias.copy_(found.bias / scale)
     _check(plain, found, seen.parts.held_out, pointwise, model)
+    origin = model.config.origin or {}
+    base = name if source == "hub" else origin.get("name") if origin.get("source") == "hub" else ""
     record = Collapse(
-        model=name or str((model.config.origin or {}).get("name", "")),
+        model=name or str(origin.get("name", "")),
         head=model.lm_head.name,
         architecture=type(plain).__name__,
         text=seen.facts,
@@ -81,6 +84,7 @@ def collapse(
         steps=found.steps,
         seconds=time.monotonic() - started,
         notes=("The output matrix is not tied to the input embedding.",),
+        base_model=str(base),
     )
     return plain, record
 

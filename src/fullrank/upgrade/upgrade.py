@@ -7,9 +7,10 @@ or soft-capped. The new head takes W and b as they are, the same tensors, tied w
 is put on the state, the cap on the scores. What the head owns beyond W starts so that it changes nothing:
 how, and whether exactly or nearly, the head says (`Head.start_options`, `start_from`, `starts_exactly`).
 Gates are random, drawn for states of unit size, and divided by the size of the model's states: a mixture of
-equal components is the original whatever its prior. `config.origin` keeps the name of the original, the mean
-KL of the start from it in nats, and the largest difference of a log-probability, both on random tokens. What
-squeezes its contexts by tanh, mixtape and `as_published` mixtures, cannot start as the original: refused.
+equal components is the original whatever its prior. `config.origin` keeps the name of the original, where
+that was found (`Loaded.source`), the mean KL of the start from it in nats, and the largest difference of a
+log-probability, both on random tokens. What squeezes its contexts by tanh, mixtape and `as_published`
+mixtures, cannot start as the original: refused.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def upgrade(model: Any, head: str = "mos", **options: Any) -> FullrankForCausalL
     gives: a directory, a hub name, a .gguf file. Its body and output matrix are not copied: an object that is
     passed shares them with the result. `options` are the head's own, see docs/heads.md.
     """
-    name, own = "", False
+    name, source, own = "", "object", False
     if isinstance(model, str | Path):
         model = loading.load(model)
         # Loaded here for nobody else, and to be trained as any model that is loaded.
         own = True
     if isinstance(model, loading.Loaded):
         model = dequantised(model) if own else model
-        name, model = model.name, model.model
+        name, source, model = model.name, model.source, model.model
     find(head)
     body = _body(model)
     if own:
@@ -66,6 +67,7 @@ def upgrade(model: Any, head: str = "mos", **options: Any) -> FullrankForCausalL
     _check_start(layer.start, upgraded.lm_head.starts_exactly(layer.start), divergence, difference)
     upgraded.config.origin = {
         "name": name or Path(str(model.config.name_or_path)).name or type(model).__name__,
+        "source": source,
         "architecture": type(model).__name__,
         "kl": divergence,
         "largest_difference": difference,
