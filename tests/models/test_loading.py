@@ -588,6 +588,13 @@ def test_a_damaged_tokenizer(copied: Callable[..., Path]) -> None:
     refused("the tokenizer in .* cannot be loaded", directory)
 
 
+def test_a_tokenizer_whose_settings_are_of_the_wrong_kind(copied: Callable[..., Path]) -> None:
+    directory = copied()
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": "long"}))
+    refused("the tokenizer in .* cannot be loaded", directory)
+
+
 def test_a_tokenizer_of_another_model(tiny_checkpoint: TinyModel) -> None:
     refused("ids up to 299, the output matrix has 290 rows", tiny_checkpoint("llama", vocab_size=290))
 

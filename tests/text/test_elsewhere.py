@@ -120,6 +120,9 @@ def test_what_is_no_tokens_is_refused(tmp_path: Path) -> None:
     refused(r"says \['vocabulary'\]: expected vocabulary_size")
     said(source, vocabulary_size=90, dtype="float32")
     refused("expected .* dtype uint16 or uint32")
+    for name, value in (("vocabulary_size", []), ("end", ""), ("end", True), ("tokenizer", 3)):
+        said(source, **{"vocabulary_size": 90, name: value})
+        refused(f"says {name} is .*: expected a ")
     (source / elsewhere.DESCRIPTION).write_text("no JSON")
     refused("is no JSON object")
     said(source, vocabulary_size=90)

@@ -279,6 +279,8 @@ def _build(
         sizes.require_stored(config, directory, *checkpoint.stored(found), itemsize=dtype.itemsize)
     with checks.one_sentence(f"the tokenizer in {directory}"):
         tokenizer = AutoTokenizer.from_pretrained(directory, **options)
+        # A setting of the wrong kind shows only here.
+        tokenizer("a", verbose=False)
     quantised = _quantisation(config)
     if device_map is None and quantised:
         device_map = {"": device}

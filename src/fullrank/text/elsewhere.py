@@ -107,11 +107,18 @@ def _said(directory: Path) -> dict[str, Any]:
         raise FullrankError(
             f"{path} says {unknown or said}: expected {', '.join(KNOWN)}, and dtype uint16 or uint32"
         )
+    for name, kind, words in (
+        ("vocabulary_size", int, "a whole number"), ("end", int, "a whole number"),
+        ("tokenizer", str, "a path or a name"),
+    ):  # fmt: skip
+        value = said.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise FullrankError(f"{path} says {name} is {value!r}: expected {words}, or nothing")
     return said
 
 
 def _vocabulary(named: str, said: dict[str, Any], config: DataConfig, warn: Warn) -> Vocabulary:
-    size = config.vocabulary_size or int(said.get("vocabulary_size", 0))
+    size = config.vocabulary_size or said.get("vocabulary_size") or 0
     if named:
         tokenizer, end = tokenisers.loaded(named)
         return Bpe.loaded(tokenizer, named, end, size=size)
@@ -120,9 +127,9 @@ def _vocabulary(named: str, said: dict[str, Any], config: DataConfig, warn: Warn
             f"the size of the vocabulary is not known: say it in {DESCRIPTION} or with --set "
             "data.vocabulary_size=50257, or name a tokenizer with --set data.tokenizer"
         )
-    if "end" not in said:
+    if said.get("end") is None:
         warn(f"{DESCRIPTION} names no end token: token 0 is taken to begin a text")
-    eos = int(said.get("end", 0))
+    eos = said.get("end") or 0
     if not 0 <= eos < size:
         raise FullrankError(f"the end token {eos} lies outside the vocabulary of {size}: say another one")
     return Numbers(size, eos)
