@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -186,6 +187,21 @@ def test_writing_replaces_the_old_file_and_leaves_nothing_else(tmp_path: Path) -
     write_whole(path, "new, ünïcode")
     assert path.read_text(encoding="utf8") == "new, ünïcode"
     assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_what_a_killed_writer_left_goes_and_what_another_writes_stays(tmp_path: Path) -> None:
+    path, others = tmp_path / "file.txt", [".file.txt.note", ".other.txt.abcd1234", ".file.txt.a_longer_one"]
+    left, held = tmp_path / ".file.txt.abcd1234", tmp_path / ".file.txt.efgh5678"
+    for name in (left.name, held.name, *others):
+        (tmp_path / name).write_text("half")
+    os.mkfifo(tmp_path / ".file.txt.pipe1234")
+    with held.open("rb") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        write_whole(path, "whole")
+    assert not left.exists()
+    assert all((tmp_path / name).exists() for name in (held.name, ".file.txt.pipe1234", *others))
+    write_whole(path, "again")
+    assert not held.exists()
 
 
 def test_a_result_is_as_readable_as_any_new_file(tmp_path: Path) -> None:

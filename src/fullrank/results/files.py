@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -164,21 +165,47 @@ def write_whole(path: Path, text: str) -> None:
     # Renaming onto a device or a pipe would replace it.
     require_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    prefix = f".{path.name}."
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix)
     try:
         with os.fdopen(handle, "w", encoding="utf8") as file:
+            # Says to others that somebody is writing it.
+            _locked(file.fileno())
             file.write(text)
             # Else a power cut may leave the new name on an empty file.
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes the file private; a result is as readable as any other file the user writes.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
+            # mkstemp makes the file private; a result is as readable as any other file the user writes.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    for left in path.parent.iterdir():
+        alike = left.name.startswith(prefix) and len(left.name) == len(Path(temporary).name)
+        if alike and left.is_file() and not left.is_symlink():
+            _remove_left(left)
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what a writer that was killed has left behind; not what another one is writing."""
+    try:
+        with path.open("rb") as file:
+            if _locked(file.fileno()):
+                path.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def _locked(handle: int) -> bool:
+    """Lock an open file until it is closed; False where somebody else has, or where files have no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:
