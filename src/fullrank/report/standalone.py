@@ -23,7 +23,7 @@ SAMPLE, AFTER_SAMPLE, AFTER_LABEL, LINE = (28, 12), 8, 22, 24
 class Picture:
     """A drawn chart."""
 
-    svg: str
+    svg: str = dataclasses.field(repr=False)
     """A whole SVG document."""
 
     def _repr_svg_(self) -> str:
