@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BUNDLED := $(VENV)/.bundled
 SITE := $(VENV)/.site
-SOURCES := src tests benchmarks scripts
+SOURCES := src tests benchmarks scripts docs/notebooks
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # A process for each core, two at least and four at most: each takes up to 1.5 GB.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; [ $$n -lt 2 ] && n=2; echo $$n)
@@ -15,10 +15,10 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; [ $$
 # Rewritten asserts are kept even where the environment keeps no bytecode: they take a worker ten seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: env lock check-lock demo test test-all test-older test-processes lint style format bench docs wheel clean help
+.PHONY: env lock check-lock demo test test-all test-older test-processes lint style format bench docs notebooks wheel clean help
 
 help:
-	@echo "make demo | test | test-all | test-older | test-processes | lint | format | bench | docs | wheel | env | lock | check-lock | clean"
+	@echo "make demo | test | test-all | test-older | test-processes | lint | format | bench | docs | notebooks | wheel | env | lock | check-lock | clean"
 
 env: $(STAMP)
 
@@ -99,6 +99,10 @@ $(SITE): $(STAMP)
 docs: $(SITE)
 	$(BIN)/python scripts/check_docs.py
 	$(BIN)/python scripts/build_docs.py
+
+# Runs the notebooks of docs/notebooks from top to bottom and writes their outputs back: five minutes.
+notebooks: $(STAMP)
+	$(BIN)/python scripts/notebooks.py
 
 # What an earlier build left behind would be packed as well.
 wheel: $(STAMP)

@@ -1,4 +1,5 @@
-"""The site: docs/ through zensical into site/, the reports of the gallery, and a look at what came out.
+"""The site: docs/ and its notebooks through zensical into site/, the reports of the gallery, and a look at
+what came out.
 
     .venv/bin/python scripts/build_docs.py      what `make docs` runs, after scripts/check_docs.py
 
@@ -15,6 +16,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote
+
+from notebooks import pages_of_the_site
 
 from fullrank import report, results
 
@@ -71,8 +74,9 @@ def dangling() -> list[str]:
 
 def main() -> None:
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", "mkdocs.yml"]
-    if subprocess.run(command, cwd=ROOT).returncode:
-        sys.exit(1)
+    with pages_of_the_site():
+        if subprocess.run(command, cwd=ROOT).returncode:
+            sys.exit(1)
     reports = draw_gallery()
     if wrong := unnamed() + dangling():
         sys.exit("\n".join(wrong))

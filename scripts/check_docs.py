@@ -1,4 +1,4 @@
-"""Check README.md, CONTRIBUTING.md, CHANGELOG.md and docs/: links, commands, files, figures.
+"""Check README.md, CONTRIBUTING.md, CHANGELOG.md and docs/, notebooks too: links, commands, files, figures.
 
     .venv/bin/python scripts/check_docs.py     what `make docs` runs before it builds the site
 
@@ -48,7 +48,17 @@ def pages(root: Path) -> list[Path]:
         root / "CONTRIBUTING.md",
         root / "CHANGELOG.md",
         *sorted(root.glob("docs/**/*.md")),
+        *sorted(root.glob("docs/**/*.ipynb")),
     ]
+
+
+def text_of(page: Path) -> str:
+    """What a page says; of a notebook its prose, and lines are counted in that."""
+    text = page.read_text(encoding="utf8")
+    if page.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells) + "\n"
 
 
 def prose(text: str) -> str:
@@ -88,7 +98,7 @@ def links(text: str) -> Iterator[tuple[int, str]]:
 def broken_links(root: Path) -> list[Place]:
     found = []
     for page in pages(root):
-        for line, target in links(page.read_text(encoding="utf8")):
+        for line, target in links(text_of(page)):
             if re.match(r"[a-z]+:", target):
                 continue
             name, _, anchor = target.partition("#")
@@ -96,7 +106,7 @@ def broken_links(root: Path) -> list[Place]:
             here = page.relative_to(root)
             if not to.exists() and not _drawn(root, to):
                 found.append(Place(here, line, f"{target} leads nowhere"))
-            elif anchor and anchor not in anchors(to.read_text(encoding="utf8")):
+            elif anchor and anchor not in anchors(text_of(to)):
                 found.append(Place(here, line, f"{target}: no heading has that name"))
     return found
 
@@ -181,7 +191,7 @@ def complaint(words: list[str]) -> str | None:
 def broken_commands(root: Path) -> list[Place]:
     found = []
     for page in pages(root):
-        for line, words in commands(page.read_text(encoding="utf8")):
+        for line, words in commands(text_of(page)):
             if said := complaint(words):
                 found.append(Place(page.relative_to(root), line, f"fullrank {shlex.join(words)}: {said}"))
     return found
@@ -197,7 +207,7 @@ def missing_files(root: Path) -> list[Place]:
     functions = set(re.findall(r"^ *def (test_\w+)", "\n".join(tests), re.MULTILINE))
     found = []
     for page in pages(root):
-        text = page.read_text(encoding="utf8")
+        text = text_of(page)
         # What the changelog says of an older version may be gone.
         code_too = page.name != "CHANGELOG.md"
         for name in NAMED.finditer(text):
@@ -231,7 +241,7 @@ def doubtful_figures(root: Path) -> list[Place]:
     held: dict[str, list[float]] = {}
     found = []
     for page in pages(root):
-        text = page.read_text(encoding="utf8")
+        text = text_of(page)
         for paragraph in re.finditer(r"(?:[^\n]+\n)+", text):
             names = [name for name in RESULTS.findall(paragraph[0]) if name.endswith(".json")]
             for name in names:
@@ -256,7 +266,7 @@ def doubtful_figures(root: Path) -> list[Place]:
 
 def main() -> None:
     wrong = broken_links(ROOT) + broken_commands(ROOT) + missing_files(ROOT)
-    texts = [page.read_text(encoding="utf8") for page in pages(ROOT)]
+    texts = [text_of(page) for page in pages(ROOT)]
     relative = sum(not re.match("[a-z]+:", target) for text in texts for _, target in links(text))
     lines = sum(len(list(commands(text))) for text in texts)
     results = {name for text in texts for name in RESULTS.findall(text)}

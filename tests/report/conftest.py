@@ -476,7 +476,7 @@ class Reader(HTMLParser):
 @pytest.fixture
 def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that look at the words of a page: its pictures take a second and more."""
-    blank = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
+    blank = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1" viewBox="0 0 1 1"></svg>'
     monkeypatch.setattr("vl_convert.vegalite_to_svg", lambda *of, **options: blank)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import fullrank
 from fullrank.errors import FullrankError
 from fullrank.heads.registry import HEADS
 from fullrank.models import FullrankForCausalLM
@@ -212,3 +213,11 @@ def test_unknown_names(name: str, head: str, expected: str) -> None:
     with pytest.raises(FullrankError) as caught:
         recipe(name, head)
     assert expected in str(caught.value)
+
+
+def test_a_run_from_python_needs_no_name_below_the_room() -> None:
+    for name in fullrank.train.__all__:
+        assert getattr(fullrank.train, name).__name__ == name
+    assert fullrank.train.recipe is recipe
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        fullrank.train.trian  # type: ignore[attr-defined]  # noqa: B018

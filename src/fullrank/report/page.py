@@ -130,8 +130,7 @@ class Page:
 
 def html(page: Page, made: Mapping[str, Provenance]) -> str:
     """The page as one document; `made` by model, the only one under ""."""
-    template = _environment().get_template("page.html.j2")
-    document = template.render(
+    document = template("page.html.j2").render(
         page=page, made=made, colours=DARK, style=(_HERE / "page.css").read_text(encoding="utf8")
     )
     return printable(document)
@@ -155,12 +154,13 @@ def draw(
 _HERE = Path(__file__).parent
 
 
-def _environment() -> jinja2.Environment:
+def template(name: str) -> jinja2.Template:
+    """A template of this room; raises FullrankError where jinja2 was left out."""
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
         raise missing(error) from error
-    return _templates()
+    return _templates().get_template(name)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from fullrank.report.pages.series_page import series_page
 from fullrank.report.pages.templates_page import templates_page
 from fullrank.report.pages.training_page import training_page, trainings_page
 from fullrank.report.pages.upgrade_page import collapse_page, upgrade_page
+from fullrank.report.standalone import Picture, stand_alone
 from fullrank.report.subject import names_of
 from fullrank.results import (
     AttentionStudy,
@@ -65,10 +66,29 @@ def write(record: Any, made: Provenance, path: Path) -> None:
 
 def render(record: Any, made: Provenance) -> str:
     """The record's page as HTML."""
+    return html(_page(record), {"": made})
+
+
+def picture(record: Any, section: str) -> Picture:
+    """One chart of the record's page: that of the section with this title, of a diagnosis also by the name of
+    the question."""
+    charts = {
+        name: one.chart
+        for one in _page(record).sections
+        for name in (one.title, one.identity)
+        if name and one.chart is not None
+    }
+    if section not in charts:
+        listed = ", ".join(map(repr, charts)) or "none: this record has no chart"
+        raise FullrankError(f"no chart stands under {section!r}, expected one of {listed}")
+    return stand_alone(charts[section])
+
+
+def _page(record: Any) -> Page:
     kind = getattr(record, "kind", type(record).__name__)
     if kind not in _PAGES:
         raise FullrankError(f"no page shows a {kind!r}, expected one of {', '.join(_PAGES)}")
-    return html(_PAGES[kind](record), {"": made})
+    return _PAGES[kind](record)
 
 
 def write_comparison(records: Sequence[Any], made: Sequence[Provenance], path: Path) -> None:
