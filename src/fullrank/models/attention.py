@@ -10,6 +10,10 @@ layer's own eager attention runs beside ours with softmax, and where both differ
 difference is meant: a query that sees nothing, which only padding has, gets zeros here and a mean over all
 positions there.
 
+A temperature T that stays, 1 by default, is no part of that function: 1 / T goes into the scaling that a
+layer gives to whatever attention function it calls, so that every normaliser, fused kernel and cache sees
+scores over T, at no cost.
+
 Shapes: q [batch, heads, queries, width], k and v [batch, groups, keys, width], scores, visible and weights
 [batch, heads, queries, keys]. A learnt parameter is one number a head, [heads].
 """
@@ -26,13 +30,16 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.models.normalisers import check_available, normalise, normaliser_called
+from fullrank.models.normalisers import check_available, check_temperature, normalise, normaliser_called
 
 IMPLEMENTATION = "fullrank_normaliser"
 """The name of our function among transformers' attention implementations."""
 SETTING = "normaliser_setting"
 LEARNT, LEARNT_FOR = "normaliser_parameter", "normaliser_learnt"
 """Attributes of an attention layer: what it does, the parameter that it learns, and for which normaliser."""
+
+TEMPERATURE = "attention_temperature"
+"""Attribute of an attention layer: the temperature that its scaling holds, where that is not 1."""
 
 Observer = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], None]
 """Is called with (layer, scores, visible, weights before dropout, values repeated for grouped queries)."""
@@ -113,6 +120,30 @@ def install_normaliser(model: nn.Module, name: str, *, start: float | None = Non
             setattr(layer, LEARNT_FOR, name)
     for config in _configs(model, layers):
         config._attn_implementation = IMPLEMENTATION
+
+
+def install_temperature(model: nn.Module, temperature: float) -> None:
+    """Divide the scores of every attention layer of `model` by a temperature for good.
+
+    A second call sets it anew. Raises FullrankError for a model without attention, and for one that does more
+    to its scores than scale them: what a soft cap or a bias of positions makes of them cannot be divided so.
+    """
+    check_temperature(temperature, TEMPERATURE)
+    layers = attention_layers(model)
+    for layer in layers.values():
+        code = _forward(layer).__code__
+        given = {word for constant in code.co_consts if isinstance(constant, tuple) for word in constant}
+        bent = getattr(layer.config, "attn_logit_softcapping", None) is not None or "position_bias" in given
+        if bent or "scaling" not in code.co_names or not isinstance(getattr(layer, "scaling", None), float):
+            raise FullrankError(
+                f"{type(layer).__name__} does more to its scores than multiply them by one number, so none "
+                f"can hold a temperature of {temperature:g}: leave {TEMPERATURE}=1"
+            )
+    for layer in layers.values():
+        before: float = getattr(layer, TEMPERATURE, 1.0)
+        if before != temperature:
+            layer.scaling = layer.scaling * before / temperature  # type: ignore[operator, assignment]
+            setattr(layer, TEMPERATURE, temperature)
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:

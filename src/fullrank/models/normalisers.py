@@ -75,8 +75,7 @@ def normalise(
             f"scores of dtype {scores.dtype} and shape {list(scores.shape)} cannot be normalised: expected "
             "floating-point numbers, one row a query"
         )
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise FullrankError(f"temperature={temperature} is impossible: expected a finite number above 0")
+    check_temperature(temperature)
     if parameter is not None and normaliser.parameter is None:
         raise FullrankError(f"{name} has no parameter and got {parameter}: leave it out")
     if scores.numel() == 0:
@@ -102,6 +101,15 @@ def normaliser_called(name: str) -> Normaliser:
             f"no normaliser is called {name!r}: expected one of {', '.join(NORMALISERS)}{hint}"
         )
     return NORMALISERS[name]
+
+
+def check_temperature(temperature: float, name: str = "temperature") -> None:
+    """Raise FullrankError where scores cannot be divided by it."""
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise FullrankError(
+            f"{name}={temperature} is impossible: expected a finite number above 0, such as 1, which leaves "
+            "the scores as they are"
+        )
 
 
 def check_available(name: str) -> None:
