@@ -1,4 +1,4 @@
-"""A temperature of attention: scores over T for every normaliser and body, kept, and refused if impossible."""
+"""A temperature of attention: scores over T for every normaliser and body, kept, refused if impossible."""
 
 from __future__ import annotations
 

@@ -77,13 +77,13 @@ def replace_normaliser(
     if parameter is not None and normaliser_called(name).parameter is None:
         raise FullrankError(f"{name} has no parameter and got {parameter}: leave it out")
     layers = attention_layers(model)
-    configs = _configs(model, layers)
+    configs = model_configs(model, layers)
     before = [(layer, layer.__dict__.get(SETTING)) for layer in layers.values()]
     implementations = [config._attn_implementation for config in configs]
     _register()
     try:
         for layer in layers.values():
-            own = _own_attention(layer) if check else None
+            own = own_attention(layer) if check else None
             setting = Setting(
                 name=name, temperature=temperature, parameter=parameter, observe=observe, own=own
             )
@@ -118,7 +118,7 @@ def install_normaliser(model: nn.Module, name: str, *, start: float | None = Non
             value = normaliser.start if start is None else start
             layer.register_parameter(LEARNT, nn.Parameter(torch.full((heads,), value)))
             setattr(layer, LEARNT_FOR, name)
-    for config in _configs(model, layers):
+    for config in model_configs(model, layers):
         config._attn_implementation = IMPLEMENTATION
 
 
@@ -148,25 +148,39 @@ def install_temperature(model: nn.Module, temperature: float) -> None:
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers whose attention function can be exchanged, by name; raises FullrankError where none can."""
-    found = {
+    found = _found(model)
+    if found:
+        return found
+    if getattr(model, "config", None) is None:
+        raise FullrankError(f"{no_attention(model)}: pass one that transformers loads")
+    if getattr(model.config, "num_attention_heads", None):
+        raise FullrankError(
+            f"{no_attention(model)}: choose a model that goes through transformers' AttentionInterface, such "
+            "as a Llama, GPT-2, GPT-NeoX or Gemma"
+        )
+    raise FullrankError(
+        f"{no_attention(model)}, so there is no softmax in it to replace: choose a transformer"
+    )
+
+
+def no_attention(model: nn.Module) -> str:
+    """Why no attention function of `model` can be exchanged; "" where one can."""
+    if _found(model):
+        return ""
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    if config is None:
+        return f"{kind} is no transformers model"
+    if getattr(config, "num_attention_heads", None):
+        return f"{kind} computes its attention itself and does not let it be exchanged"
+    return f"{kind} has no attention"
+
+
+def _found(model: nn.Module) -> dict[str, nn.Module]:
+    return {
         name: layer
         for name, layer in model.named_modules()
         if "ALL_ATTENTION_FUNCTIONS" in _names(layer) and hasattr(layer, "config")
     }
-    if found:
-        return found
-    kind = type(model).__name__
-    config = getattr(model, "config", None)
-    if config is None:
-        raise FullrankError(f"{kind} is no transformers model: pass one that transformers loads")
-    if getattr(config, "num_attention_heads", None):
-        raise FullrankError(
-            f"{kind} computes its attention itself and does not let it be exchanged: choose a model that "
-            "goes through transformers' AttentionInterface, such as a Llama, GPT-2, GPT-NeoX or Gemma"
-        )
-    raise FullrankError(
-        f"{kind} has no attention, so there is no softmax in it to replace: choose a transformer"
-    )
 
 
 def attention_scores(
@@ -230,7 +244,7 @@ def attend(
         setattr(module, SETTING, replace(setting, own=None))
     weights = normalise(
         scores, mask=mask, name=setting.name, temperature=setting.temperature,
-        parameter=_parameter(module, setting),
+        parameter=parameter_of(module, setting),
     ).to(query.dtype)  # fmt: skip
     if setting.observe is not None:
         visible = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
@@ -239,7 +253,7 @@ def attend(
     return torch.matmul(weights, values).transpose(1, 2).contiguous(), weights
 
 
-def _parameter(module: nn.Module, setting: Setting) -> Tensor | float | None:
+def parameter_of(module: nn.Module, setting: Setting) -> Tensor | float | None:
     """What was given, else what the layer has learnt for this very normaliser, else its default."""
     learnt: Any = getattr(module, LEARNT, None)
     if setting.parameter is not None or learnt is None or setting.name != getattr(module, LEARNT_FOR):
@@ -268,7 +282,7 @@ def _require_same(
         )
 
 
-def _own_attention(layer: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+def own_attention(layer: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
     """The eager attention of the file that a layer is written in."""
     own = _forward(layer).__globals__.get("eager_attention_forward")
     if own is None:
@@ -289,7 +303,7 @@ def _names(layer: nn.Module) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
-def _configs(model: nn.Module, layers: dict[str, nn.Module]) -> list[Any]:
+def model_configs(model: nn.Module, layers: dict[str, nn.Module]) -> list[Any]:
     """Configs of the layers and of the models around them, which make the masks; the outermost first."""
     found: dict[int, Any] = {}
     for name, module in model.named_modules():
