@@ -3,7 +3,7 @@
 Windows of text go through the model once; at some queries of every head the weights, scores and values are
 measured as they come (`attention_capture`, `attention_measures`) and forgotten. Then a few windows run again
 with other normalisers and with few weights (`attention_losses`). The mathematics is in `theory.attention`,
-definitions and proofs in docs/attention.md.
+definitions and proofs in docs/attention_theory.md.
 """
 
 from __future__ import annotations
