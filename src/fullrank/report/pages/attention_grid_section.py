@@ -113,12 +113,10 @@ def _loss(arms: Sequence[_Arm]) -> Section:
                 rows.append(
                     (
                         f"{label(name)}, T {arm.temperature:g}",
-                        len(arm.runs),
-                        sum(run.valid is None for run in arm.runs),
+                        f"{sum(run.valid is not None for run in arm.runs)} of {len(arm.runs)}",
                         arm.over_seeds(_valid),
                         arm.over_seeds(_mean("gradient_norm")),
                         arm.over_seeds(_mean("attention_sensitivity")),
-                        arm.over_seeds(_last("attention_sensitivity")),
                         arm.over_seeds(_last("attention_effective_tokens")),
                         arm.over_seeds(_last("attention_first")),
                     )
@@ -131,18 +129,15 @@ def _loss(arms: Sequence[_Arm]) -> Section:
         ),
         chart=chart,
         table=Table(
-            caption="With the rate that each row was tuned to. Effective tokens and the weight of the first "
-            "position are those of the last evaluation.",
+            caption="Each with the rate that it was tuned to.",
             columns=(
                 Column(name="normaliser"),
-                Column(name="seeds"),
-                Column(name="not ended"),
+                Column(name="seeds", unit="ended"),
                 Column(name="loss", unit="range over seeds"),
                 Column(name="gradient norm", unit="mean over training"),
                 Column(name="sensitivity", unit="mean over training"),
-                Column(name="sensitivity", unit="at the end"),
-                Column(name="effective tokens"),
-                Column(name="first position", unit="weight"),
+                Column(name="effective tokens", unit="at the end"),
+                Column(name="first position", unit="at the end"),
             ),
             rows=tuple(rows),
         ),
