@@ -145,8 +145,8 @@ def test_scores_that_are_bent_have_none(family: str) -> None:
     assert torch.equal(logits(model), before)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
-def test_an_impossible_one_is_refused(temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf, "warm", None])
+def test_an_impossible_one_is_refused(temperature: Any) -> None:
     for refuses in (
         lambda: install_temperature(body(), temperature),
         lambda: FullrankConfig(attention_temperature=temperature),

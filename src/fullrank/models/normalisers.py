@@ -137,7 +137,8 @@ def normaliser_called(name: str) -> Normaliser:
 
 def check_temperature(temperature: float, name: str = "temperature") -> None:
     """Raise FullrankError where scores cannot be divided by it."""
-    if not (temperature > 0 and math.isfinite(temperature)):
+    # What comes from a file may be no number at all.
+    if not isinstance(temperature, int | float) or not (temperature > 0 and math.isfinite(temperature)):
         raise FullrankError(
             f"{name}={temperature} is impossible: expected a finite number above 0, such as 1, which leaves "
             "the scores as they are"
