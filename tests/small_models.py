@@ -47,6 +47,7 @@ def transformer(
     tie: bool = True,
     dropout: float = 0.0,
     normaliser: str = "softmax",
+    temperature: float = 1.0,
     options: dict[str, Any] | None = None,
 ) -> FullrankForCausalLM:
     body = bodies.transformer(
@@ -54,7 +55,10 @@ def transformer(
         dropout=dropout,
     )  # fmt: skip
     made = {"name": head, "hidden": hidden, **(options or {})}
-    config = FullrankConfig(body=body, head=made, tie_word_embeddings=tie, normaliser=normaliser)
+    config = FullrankConfig(
+        body=body, head=made, tie_word_embeddings=tie, normaliser=normaliser,
+        attention_temperature=temperature,
+    )  # fmt: skip
     return FullrankForCausalLM(config)
 
 

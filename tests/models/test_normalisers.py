@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.models.normalisers import LOG_LENGTH_SCALE, NORMALISERS, check_available, normalise
+from fullrank.models.normalisers import (
+    LOG_LENGTH_SCALE,
+    NORMALISERS,
+    check_available,
+    normalise,
+    sensitivity,
+)
 
 NAMES = tuple(NORMALISERS)
 SPARSE = ("sparsemax", "entmax15")
@@ -267,3 +273,40 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
             check_available(name)
     check_available("sink")
     assert float(normalise(torch.zeros(1, 2), name="softmax").sum()) == 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(rows(), st.sampled_from([0.25, 1.0, 1.7]), st.sampled_from([None, 0.6, -0.3]))
+@settings(max_examples=30, deadline=None)
+def test_the_sensitivity_is_the_norm_of_the_jacobian(
+    name: str, made: tuple[Tensor, Tensor], temperature: float, value: float | None
+) -> None:
+    scores, mask = made
+    parameter = None if NORMALISERS[name].parameter is None else value
+    options: dict[str, Any] = {"name": name, "temperature": temperature, "parameter": parameter}
+
+    def weights(row: Tensor, seen: Tensor) -> Tensor:
+        return normalise(row, mask=seen, **options)
+
+    found = sensitivity(normalise(scores, mask=mask, **options), mask, **options)
+    for row, seen, norm in zip(scores, mask, found.tolist(), strict=True):
+        table = torch.autograd.functional.jacobian(lambda one, seen=seen: weights(one, seen), row)
+        assert norm == pytest.approx(float(torch.linalg.matrix_norm(table, 2)), rel=1e-7, abs=1e-9)
+    if name == "softmax":
+        assert bool((found <= 0.5 / temperature * (1 + 1e-12)).all())
+
+
+def test_temperatures_and_parameters_may_differ_from_row_to_row() -> None:
+    scores = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(scores, dtype=torch.bool)
+    factors, heat = torch.tensor([0.4, 0.9], dtype=torch.float64), torch.tensor([0.5, 2.0])
+    whole = normalise(scores, name="log_length", parameter=factors[:, None, None])
+    found = sensitivity(
+        whole, mask, name="log_length", parameter=factors[:, None, None], temperature=heat[:, None]
+    )
+    for head in range(2):
+        one = sensitivity(
+            whole[head], mask[head], name="log_length", parameter=float(factors[head]),
+            temperature=float(heat[head]),
+        )  # fmt: skip
+        torch.testing.assert_close(found[head], one)

@@ -1,4 +1,4 @@
-"""Every statement of docs/attention.md, on rows that hypothesis makes up."""
+"""Every statement of docs/attention_theory.md, on rows that hypothesis makes up."""
 
 from __future__ import annotations
 

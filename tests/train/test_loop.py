@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from fullrank.errors import FullrankError
 from fullrank.fit.optimiser import first_half_product
 from fullrank.models.flops import training_flops
+from fullrank.results import read_log
 from fullrank.train import batches, checkpoint, folder, loop
 from fullrank.train.config import Config, override
 from fullrank.train.loop import Options, Outcome, Show, train
@@ -312,6 +313,13 @@ def test_monitors_change_no_weight(whole: Callable[[str], Path], shop: Workshop,
         assert differences(whole(case), shop.path / out) == []
         lines = [line for line in shop.log(out) if line.get("split") == "valid"]
         assert all(line["monitors"]["head_effective_rank"] > 0 for line in lines)
+        record = read_log(shop.path / out)
+        if case == "transformer":
+            assert record.unmeasured == {}
+            assert all(1 <= line["monitors"]["attention_effective_tokens"] <= 5 for line in lines)
+            assert all(0 < line["monitors"]["attention_sensitivity"] <= 0.5 for line in lines)
+        else:
+            assert record.unmeasured == {"attention": "AwdLstmModel has no attention"}
         shutil.rmtree(shop.path / out)
 
 

@@ -107,6 +107,11 @@ def test_a_plain_model_is_measured_as_the_softmax_that_it_is(
     weight = model.get_output_embeddings().weight.detach()
     assert line["eval_head_effective_rank"] == pytest.approx(spectrum(weight).effective_rank)
     assert "eval_prior_entropy" not in line
+    if family == "mamba":
+        assert not any("attention" in name for name in line)
+    else:
+        assert 0 < line["eval_attention_sensitivity"] <= 0.5
+        assert line["eval_attention_effective_tokens"] >= 1
     # A bias adds one, a soft cap bends what was straight.
     bound = {"gemma2": line["eval_logprob_rank_ceiling"], "phi": WIDTH + 1}.get(family, WIDTH)
     assert bound - 1 <= line["eval_logprob_rank"] <= bound

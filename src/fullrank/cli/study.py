@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from fullrank.cli.progress import Bar
-from fullrank.cli.study_attention import Attention, attention
 from fullrank.cli.study_grid import (
+    Attention,
     Bodies,
     Cause,
     Domains,
@@ -98,7 +98,7 @@ def study(options: Study) -> Path:
         Domains: grid_study,
         Spam: grid_study,
         Languages: languages_study,
-        Attention: attention,
+        Attention: grid_study,
         Histalign: histalign,
     }[type(options.what)]
     found: Path = run(options.what)

@@ -104,6 +104,20 @@ class Domains(_Grid):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attention(_Grid):
+    """Does a low temperature of attention hurt training, and do other normalisers bear it better?
+
+    Example: fullrank study attention --data wikitext-2 --temperatures 0.25 0.5 1 2 --small
+    """
+
+    normalisers: tuple[str, ...] = ()
+    """Which to train, softmax among them; all six by default: softmax, sparsemax, entmax15, sink, log_length,
+    sigmoid."""
+    temperatures: tuple[float, ...] = ()
+    """What attention scores are divided by, 1 among them; 0.25, 0.5, 1 and 2 by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Spam(_Extent):
     """A language of one repeated symbol, V up to 131,072: which heads learn it, and how fast?
 
@@ -204,6 +218,10 @@ def grid_study(options: _Extent) -> Path:
 
 
 def _study(options: _Extent) -> Any:
+    if isinstance(options, Attention):
+        from fullrank.studies import attention_grid
+
+        return attention_grid.study(options.normalisers, options.temperatures)
     from fullrank.studies.body_grid import BODIES
     from fullrank.studies.cause_grid import CAUSE
     from fullrank.studies.domain_grid import DOMAINS

@@ -61,8 +61,14 @@ MONITORS: dict[str, tuple[str, str, None]] = {
     "dead_components": ("components", "mean prior below 0.01 / K and never above 0.05", None),
     "component_divergence": ("nats", "mean KL of one component to another, over tokens and pairs", None),
     "gradient_kept": ("share", "norm of a token's score gradient that reaches the body", None),
+    "attention_effective_tokens": ("tokens", "exp H of a query's attention weights", None),
+    "attention_first": ("weight", "of the first position in attention", None),
+    "attention_sensitivity": ("norm", "of the Jacobian of attention weights in their scores", None),
+    "attention_sum": ("weight", "of all positions together, where that need not be 1", None),
+    "attention_zeros": ("share", "visible positions of weight 0, where weights can be", None),
 }
-"""name -> (unit, meaning, lower_is_better). What does not apply to a head is left out."""
+"""name -> (unit, meaning, lower_is_better). What does not apply to a head or a body is left out; those of
+attention are `attention.monitor`'s."""
 
 DEAD_SHARE, DEAD_MOST = 0.01, 0.05
 """A component is dead if its mean prior is below DEAD_SHARE / K and its largest one below DEAD_MOST."""

@@ -10,6 +10,10 @@ layer's own eager attention runs beside ours with softmax, and where both differ
 difference is meant: a query that sees nothing, which only padding has, gets zeros here and a mean over all
 positions there.
 
+A temperature T that stays, 1 by default, is no part of that function: 1 / T goes into the scaling that a
+layer gives to whatever attention function it calls, so that every normaliser, fused kernel and cache sees
+scores over T, at no cost.
+
 Shapes: q [batch, heads, queries, width], k and v [batch, groups, keys, width], scores, visible and weights
 [batch, heads, queries, keys]. A learnt parameter is one number a head, [heads].
 """
@@ -26,13 +30,16 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.models.normalisers import check_available, normalise, normaliser_called
+from fullrank.models.normalisers import check_available, check_temperature, normalise, normaliser_called
 
 IMPLEMENTATION = "fullrank_normaliser"
 """The name of our function among transformers' attention implementations."""
 SETTING = "normaliser_setting"
 LEARNT, LEARNT_FOR = "normaliser_parameter", "normaliser_learnt"
 """Attributes of an attention layer: what it does, the parameter that it learns, and for which normaliser."""
+
+TEMPERATURE = "attention_temperature"
+"""Attribute of an attention layer: the temperature that its scaling holds, where that is not 1."""
 
 Observer = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], None]
 """Is called with (layer, scores, visible, weights before dropout, values repeated for grouped queries)."""
@@ -70,13 +77,13 @@ def replace_normaliser(
     if parameter is not None and normaliser_called(name).parameter is None:
         raise FullrankError(f"{name} has no parameter and got {parameter}: leave it out")
     layers = attention_layers(model)
-    configs = _configs(model, layers)
+    configs = model_configs(model, layers)
     before = [(layer, layer.__dict__.get(SETTING)) for layer in layers.values()]
     implementations = [config._attn_implementation for config in configs]
     _register()
     try:
         for layer in layers.values():
-            own = _own_attention(layer) if check else None
+            own = own_attention(layer) if check else None
             setting = Setting(
                 name=name, temperature=temperature, parameter=parameter, observe=observe, own=own
             )
@@ -111,31 +118,69 @@ def install_normaliser(model: nn.Module, name: str, *, start: float | None = Non
             value = normaliser.start if start is None else start
             layer.register_parameter(LEARNT, nn.Parameter(torch.full((heads,), value)))
             setattr(layer, LEARNT_FOR, name)
-    for config in _configs(model, layers):
+    for config in model_configs(model, layers):
         config._attn_implementation = IMPLEMENTATION
+
+
+def install_temperature(model: nn.Module, temperature: float) -> None:
+    """Divide the scores of every attention layer of `model` by a temperature for good.
+
+    A second call sets it anew. Raises FullrankError for a model without attention, and for one that does more
+    to its scores than scale them: what a soft cap or a bias of positions makes of them cannot be divided so.
+    """
+    check_temperature(temperature, TEMPERATURE)
+    layers = attention_layers(model)
+    for layer in layers.values():
+        code = _forward(layer).__code__
+        given = {word for constant in code.co_consts if isinstance(constant, tuple) for word in constant}
+        bent = getattr(layer.config, "attn_logit_softcapping", None) is not None or "position_bias" in given
+        if bent or "scaling" not in code.co_names or not isinstance(getattr(layer, "scaling", None), float):
+            raise FullrankError(
+                f"{type(layer).__name__} does more to its scores than multiply them by one number, so none "
+                f"can hold a temperature of {temperature:g}: leave {TEMPERATURE}=1"
+            )
+    for layer in layers.values():
+        before: float = getattr(layer, TEMPERATURE, 1.0)
+        if before != temperature:
+            layer.scaling = layer.scaling * before / temperature  # type: ignore[operator, assignment]
+            setattr(layer, TEMPERATURE, temperature)
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers whose attention function can be exchanged, by name; raises FullrankError where none can."""
-    found = {
+    found = _found(model)
+    if found:
+        return found
+    if getattr(model, "config", None) is None:
+        raise FullrankError(f"{no_attention(model)}: pass one that transformers loads")
+    if getattr(model.config, "num_attention_heads", None):
+        raise FullrankError(
+            f"{no_attention(model)}: choose a model that goes through transformers' AttentionInterface, such "
+            "as a Llama, GPT-2, GPT-NeoX or Gemma"
+        )
+    raise FullrankError(
+        f"{no_attention(model)}, so there is no softmax in it to replace: choose a transformer"
+    )
+
+
+def no_attention(model: nn.Module) -> str:
+    """Why no attention function of `model` can be exchanged; "" where one can."""
+    if _found(model):
+        return ""
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    if config is None:
+        return f"{kind} is no transformers model"
+    if getattr(config, "num_attention_heads", None):
+        return f"{kind} computes its attention itself and does not let it be exchanged"
+    return f"{kind} has no attention"
+
+
+def _found(model: nn.Module) -> dict[str, nn.Module]:
+    return {
         name: layer
         for name, layer in model.named_modules()
         if "ALL_ATTENTION_FUNCTIONS" in _names(layer) and hasattr(layer, "config")
     }
-    if found:
-        return found
-    kind = type(model).__name__
-    config = getattr(model, "config", None)
-    if config is None:
-        raise FullrankError(f"{kind} is no transformers model: pass one that transformers loads")
-    if getattr(config, "num_attention_heads", None):
-        raise FullrankError(
-            f"{kind} computes its attention itself and does not let it be exchanged: choose a model that "
-            "goes through transformers' AttentionInterface, such as a Llama, GPT-2, GPT-NeoX or Gemma"
-        )
-    raise FullrankError(
-        f"{kind} has no attention, so there is no softmax in it to replace: choose a transformer"
-    )
 
 
 def attention_scores(
@@ -199,7 +244,7 @@ def attend(
         setattr(module, SETTING, replace(setting, own=None))
     weights = normalise(
         scores, mask=mask, name=setting.name, temperature=setting.temperature,
-        parameter=_parameter(module, setting),
+        parameter=parameter_of(module, setting),
     ).to(query.dtype)  # fmt: skip
     if setting.observe is not None:
         visible = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
@@ -208,7 +253,7 @@ def attend(
     return torch.matmul(weights, values).transpose(1, 2).contiguous(), weights
 
 
-def _parameter(module: nn.Module, setting: Setting) -> Tensor | float | None:
+def parameter_of(module: nn.Module, setting: Setting) -> Tensor | float | None:
     """What was given, else what the layer has learnt for this very normaliser, else its default."""
     learnt: Any = getattr(module, LEARNT, None)
     if setting.parameter is not None or learnt is None or setting.name != getattr(module, LEARNT_FOR):
@@ -237,7 +282,7 @@ def _require_same(
         )
 
 
-def _own_attention(layer: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+def own_attention(layer: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
     """The eager attention of the file that a layer is written in."""
     own = _forward(layer).__globals__.get("eager_attention_forward")
     if own is None:
@@ -258,7 +303,7 @@ def _names(layer: nn.Module) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
-def _configs(model: nn.Module, layers: dict[str, nn.Module]) -> list[Any]:
+def model_configs(model: nn.Module, layers: dict[str, nn.Module]) -> list[Any]:
     """Configs of the layers and of the models around them, which make the masks; the outermost first."""
     found: dict[int, Any] = {}
     for name, module in model.named_modules():

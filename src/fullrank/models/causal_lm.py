@@ -43,7 +43,7 @@ from fullrank.heads import Head, build
 from fullrank.heads.registry import find
 from fullrank.models import awd_lstm  # noqa: F401  (a body that AutoModel must know)
 from fullrank.models import cache_layer as remembered
-from fullrank.models.attention import install_normaliser
+from fullrank.models.attention import install_normaliser, install_temperature
 from fullrank.models.configuration import FullrankConfig
 
 TIED = "lm_head.decoder.weight"
@@ -92,6 +92,8 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         if config.normaliser != "softmax" and body is None:
             # Softmax stays with the fused attention that it has.
             install_normaliser(self.model, config.normaliser, start=_normaliser_start(config))
+        if config.attention_temperature != 1.0:
+            install_temperature(self.model, config.attention_temperature)
         self.lm_head = build_head(config) if head is None else head
         # One object: what resizes the model writes to it, and the body must read that.
         self.config.body = self.model.config

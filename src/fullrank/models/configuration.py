@@ -22,6 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from fullrank.errors import FullrankError
+from fullrank.models.normalisers import check_temperature
 from fullrank.results import write_whole
 
 IMPORT_FILE = "fullrank_import.py"
@@ -53,12 +54,15 @@ class FullrankConfig(PreTrainedConfig):
     normaliser: str = "softmax"
     """What turns attention scores into weights (`normalisers.py`); a parameter of it is learnt, a number for
     each layer and attention head."""
+    attention_temperature: float = 1.0
+    """What attention scores are divided by, whatever the normaliser."""
     return_logits: bool = False
     """Whether forward gives log-probabilities beside a loss as well. They are V wide, so only on demand."""
     origin: dict[str, Any] | None = None
     """What was upgraded, and how near the start came to it: see `fullrank.upgrade.upgrade`."""
 
     def __post_init__(self, **extra: Any) -> None:
+        check_temperature(self.attention_temperature, "attention_temperature")
         body = self.body
         if isinstance(body, dict):
             kind = str(body.get("model_type"))

@@ -14,6 +14,15 @@ from them it would change nothing, since softmax does not see a constant. The bi
 equal scores of zero sum to n / (n + 1). A parameter, b or s, is one number or a tensor that broadcasts
 against scores, such as [heads, 1, 1], and may be learnt; b is compared with z, after the temperature.
 
+How far weights move when scores do is the spectral norm of the Jacobian J of w in the scores, temperature T
+and all (`sensitivity`). With s = w^(2 - a), a = 1, 3/2 and 2 for softmax, entmax15 and sparsemax, c = sum s
+and p = s / c,
+
+    J = (diag(s) - s s^T / c) / T = c / T (diag(p) - p p^T)        (1905.05702, proposition 2)
+
+whose norm `theory.attention` has. A sink leaves diag(w) - w w^T with less than 1 in all, log_length has
+|s| log n times the J of softmax, and sigmoid diag(w (1 - w)).
+
 Shapes: scores [..., L], mask [..., L] or what broadcasts to it, weights [..., L]. What is masked, or has a
 score of -inf, weighs exactly 0 and has no gradient; a row that sees nothing is all zeros. Half precision is
 computed in fp32. sparsemax and entmax15 come from the `entmax` package, which is imported when they are used.
@@ -32,9 +41,12 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
+from fullrank.theory.attention import jacobian_norm
 
 Function = Callable[[Tensor, Tensor, "Tensor | float"], Tensor]
 """(scores [..., L], -inf where hidden unless the whole row is, number seen [..., 1], parameter): weights."""
+Sensitivity = Callable[[Tensor, Tensor, "Tensor | float"], Tensor]
+"""(weights [..., L] in fp64, number seen [..., 1], parameter): norm [...] of the Jacobian at T = 1."""
 
 LOG_LENGTH_SCALE = 1 / math.log(512)
 """s of log_length unless given: a row that sees 512 tokens has the weights of softmax."""
@@ -50,6 +62,7 @@ class Normaliser:
     label: str
     """For a table or a chart."""
     function: Function
+    sensitivity: Sensitivity
     sums_to_one: bool = True
     """Whether the weights of every row that sees something sum to 1."""
     sparse: bool = False
@@ -75,8 +88,7 @@ def normalise(
             f"scores of dtype {scores.dtype} and shape {list(scores.shape)} cannot be normalised: expected "
             "floating-point numbers, one row a query"
         )
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise FullrankError(f"temperature={temperature} is impossible: expected a finite number above 0")
+    check_temperature(temperature)
     if parameter is not None and normaliser.parameter is None:
         raise FullrankError(f"{name} has no parameter and got {parameter}: leave it out")
     if scores.numel() == 0:
@@ -93,6 +105,25 @@ def normalise(
     return torch.where(visible, weights, 0.0).to(scores.dtype)
 
 
+def sensitivity(
+    weights: Tensor,
+    visible: Tensor,
+    *,
+    name: str,
+    temperature: Tensor | float = 1.0,
+    parameter: Tensor | float | None = None,
+) -> Tensor:
+    """The spectral norm [...] of the Jacobian of weights [..., L] in their scores, in fp64.
+
+    `temperature` and `parameter` are those that the weights were made with; a tensor of temperatures has the
+    shape [...].
+    """
+    normaliser = normaliser_called(name)
+    seen = visible.sum(-1, keepdim=True).clamp(min=1).double()
+    value = normaliser.start if parameter is None else parameter
+    return normaliser.sensitivity(weights.double(), seen, value) / temperature
+
+
 def normaliser_called(name: str) -> Normaliser:
     """The entry of `NORMALISERS`; raises FullrankError for an unknown name."""
     if name not in NORMALISERS:
@@ -102,6 +133,16 @@ def normaliser_called(name: str) -> Normaliser:
             f"no normaliser is called {name!r}: expected one of {', '.join(NORMALISERS)}{hint}"
         )
     return NORMALISERS[name]
+
+
+def check_temperature(temperature: float, name: str = "temperature") -> None:
+    """Raise FullrankError where scores cannot be divided by it."""
+    # What comes from a file may be no number at all.
+    if not isinstance(temperature, int | float) or not (temperature > 0 and math.isfinite(temperature)):
+        raise FullrankError(
+            f"{name}={temperature} is impossible: expected a finite number above 0, such as 1, which leaves "
+            "the scores as they are"
+        )
 
 
 def check_available(name: str) -> None:
@@ -158,6 +199,39 @@ def _entmax15(scores: Tensor, seen: Tensor, parameter: Tensor | float) -> Tensor
     return _entmax().entmax15(_below_greatest(scores), dim=-1)
 
 
+def _softmax_norm(weights: Tensor, seen: Tensor, parameter: Tensor | float) -> Tensor:
+    return _power_norm(weights)
+
+
+def _entmax15_norm(weights: Tensor, seen: Tensor, parameter: Tensor | float) -> Tensor:
+    powers = weights.sqrt()
+    return powers.sum(-1) * _power_norm(powers)
+
+
+def _sparsemax_norm(weights: Tensor, seen: Tensor, parameter: Tensor | float) -> Tensor:
+    # Of equal shares of a support of two or more it is 1, of one alone 0.
+    return ((weights > 0).sum(-1) > 1).double()
+
+
+def _sink_norm(weights: Tensor, seen: Tensor, parameter: Tensor | float) -> Tensor:
+    # Rounded weights may sum to a little more than 1.
+    return jacobian_norm(weights / weights.sum(-1, keepdim=True).clamp(min=1.0))
+
+
+def _log_length_norm(weights: Tensor, seen: Tensor, parameter: Tensor | float) -> Tensor:
+    factor = parameter * seen.log()
+    return factor.abs().squeeze(-1) * _power_norm(weights)
+
+
+def _sigmoid_norm(weights: Tensor, seen: Tensor, parameter: Tensor | float) -> Tensor:
+    return (weights * (1 - weights)).amax(-1)
+
+
+def _power_norm(powers: Tensor) -> Tensor:
+    """Of diag(p) - p p^T with p the powers as shares of their sum; 0 for a row of zeros."""
+    return jacobian_norm(powers / powers.sum(-1, keepdim=True).clamp(min=torch.finfo(powers.dtype).tiny))
+
+
 def _below_greatest(scores: Tensor) -> Tensor:
     """Scores from their greatest down to the floor: the same weights, and sums over the row stay exact."""
     return (scores - scores.detach().amax(-1, keepdim=True)).clamp(min=FLOOR)
@@ -175,18 +249,24 @@ def _entmax() -> ModuleType:
 NORMALISERS: dict[str, Normaliser] = {
     entry.name: entry
     for entry in (
-        Normaliser(name="softmax", label="softmax", function=_softmax),
-        Normaliser(name="sparsemax", label="sparsemax", function=_sparsemax, sparse=True),
-        Normaliser(name="entmax15", label="1.5-entmax", function=_entmax15, sparse=True),
+        Normaliser(name="softmax", label="softmax", function=_softmax, sensitivity=_softmax_norm),
         Normaliser(
-            name="sink", label="softmax with a sink", function=_sink, sums_to_one=False,
-            parameter="the logit of the sink",
+            name="sparsemax", label="sparsemax", function=_sparsemax, sensitivity=_sparsemax_norm, sparse=True
+        ),
+        Normaliser(
+            name="entmax15", label="1.5-entmax", function=_entmax15, sensitivity=_entmax15_norm, sparse=True
+        ),
+        Normaliser(
+            name="sink", label="softmax with a sink", function=_sink, sensitivity=_sink_norm,
+            sums_to_one=False, parameter="the logit of the sink",
         ),
         Normaliser(
             name="log_length", label="softmax scaled by log length", function=_log_length,
-            parameter="the factor on log n", start=LOG_LENGTH_SCALE,
+            sensitivity=_log_length_norm, parameter="the factor on log n", start=LOG_LENGTH_SCALE,
         ),
-        Normaliser(name="sigmoid", label="sigmoid", function=_sigmoid, sums_to_one=False),
+        Normaliser(
+            name="sigmoid", label="sigmoid", function=_sigmoid, sensitivity=_sigmoid_norm, sums_to_one=False
+        ),
     )
 }  # fmt: skip
 """Every normaliser by name, softmax first."""

@@ -2,7 +2,7 @@
 
 Everything is measured at queries that see about L positions, for some context lengths L. "Top" is the set of
 the N largest weights of a query, "random" a set of N positions drawn at random, the control that every figure
-about a top set needs. docs/attention.md defines each quantity. Entropies and losses are in nats.
+about a top set needs. docs/attention_theory.md defines each quantity. Entropies and losses are in nats.
 """
 
 from __future__ import annotations

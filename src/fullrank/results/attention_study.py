@@ -1,4 +1,4 @@
-"""The record of `fullrank study attention`: one small transformer trained with every normaliser.
+"""The record of `fullrank study attention` of version 0.1: one small transformer with every normaliser.
 
 Losses are in nats per token. Runs of one seed begin with the same weights and see the same batches, so the
 difference to softmax is taken seed by seed; its interval is Student's over seeds and says nothing about other
@@ -30,7 +30,7 @@ class AttentionLayer:
     zeros: float
     """The share of visible positions that weigh exactly 0."""
     separable: float
-    """Separable share of the top set (docs/attention.md)."""
+    """Separable share of the top set (docs/attention_theory.md)."""
     separable_random: float
     """The same of a random set."""
     learnt: tuple[float, ...]

@@ -113,6 +113,8 @@ class Training:
     """Whether the validation loss turned; None where that was not tested."""
     flops_per_token: float = 0.0
     """Of training, by formula; 0 where the log does not say."""
+    unmeasured: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Families of monitors that this model cannot have, each with the reason."""
 
     def validation(self) -> tuple[Evaluation, ...]:
         return tuple(one for one in self.evaluations if one.split == "valid")

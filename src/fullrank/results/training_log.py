@@ -2,7 +2,7 @@
 
 The log has one JSON object a line, each with "event", "step" and "time" in seconds:
 
-    start      config, parameters, vocabulary, device, processes, resumed, data, steps (planned)
+    start      config, parameters, vocabulary, device, processes, resumed, data, steps (planned), unmeasured
     train      epoch, tokens, loss, lr, gradient_norm, tokens_per_second
     evaluate   epoch, tokens, split, loss, standard_error, perplexity, bits_per_byte, counted, averaged,
                monitors, monitor_seconds, evaluate_seconds
@@ -95,6 +95,7 @@ def read_log(run: Path) -> Training:
         parameters=int(start.get("parameters", 0)),
         flops_per_token=float(start.get("flops_per_token", 0.0)),
         vocabulary=int(start.get("vocabulary", 0)),
+        unmeasured={str(name): str(why) for name, why in (start.get("unmeasured") or {}).items()},
         data=flattened(facts) if isinstance(facts, dict) else {"digest": str(facts)} if facts else {},
         device=str(start.get("device", "")),
         processes=int(start.get("processes", 1)),

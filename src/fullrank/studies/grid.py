@@ -21,11 +21,11 @@ import hashlib
 import inspect
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fullrank.errors import FullrankError
-from fullrank.results import Grid, Provenance, load, provenance, read_log, save
+from fullrank.results import Grid, Provenance, Training, load, provenance, read_log, save
 from fullrank.results.grid import GridAnswer, GridPoint, GridRun, Statement
 from fullrank.studies.grid_plan import Done, Extent, Spec, Text
 from fullrank.studies.grid_workers import Place, trainer_of
@@ -35,9 +35,10 @@ Progress = Callable[[str, float], None]
 MONITORS = (
     "head_effective_rank_share", "head_singular_entropy", "anisotropy", "state_norm", "state_outlier",
     "logprob_effective_rank", "prior_entropy_share", "dead_components", "component_divergence",
-    "gradient_kept",
+    "gradient_kept", "attention_effective_tokens", "attention_first", "attention_sensitivity",
+    "attention_sum", "attention_zeros",
 )  # fmt: skip
-"""What a record keeps of an evaluation."""
+"""What a record keeps of an evaluation, beside the gradient's norm."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,9 +158,9 @@ def record_of(spec: Spec, out: Path, place: Place, failure: str = "") -> GridRun
     curve = tuple(
         GridPoint(
             step=one.step, tokens=one.tokens, loss=one.loss, standard_error=one.standard_error,
-            monitors={name: value for name, value in one.monitors.items() if name in MONITORS},
+            monitors={name: value for name, value in one.monitors.items() if name in MONITORS} | steps,
         )
-        for one in log.validation()
+        for one, steps in zip(log.validation(), _between(log), strict=True)
     )  # fmt: skip
     tokens = max((point.tokens for point in log.points), default=0)
     bits = [one.bits_per_byte for one in log.evaluations if one.split == "test"]
@@ -173,3 +174,12 @@ def record_of(spec: Spec, out: Path, place: Place, failure: str = "") -> GridRun
         failure=failure, after_looking=False, made=_made(place),
         per_byte=bits[-1] * math.log(2) if bits and math.isfinite(bits[-1]) and not failure else None,
     )  # fmt: skip
+
+
+def _between(log: Training) -> Iterator[dict[str, float]]:
+    """The gradient's mean norm before clipping since the evaluation before; nothing where no line has it."""
+    before = -1
+    for one in log.validation():
+        norms = [line.gradient_norm for line in log.points if before < line.step <= one.step]
+        before = one.step
+        yield {"gradient_norm": sum(norms) / len(norms)} if norms else {}

@@ -1,4 +1,4 @@
-"""What attention weights can select, as functions. Proofs, and where the papers differ: docs/attention.md.
+"""What attention weights can select, as functions. Proofs: docs/attention_theory.md.
 
 A row is one query's weights a_i >= 0 over n visible positions; softmax gives a = softmax(l / T) of scores l.
 

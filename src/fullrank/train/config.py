@@ -20,6 +20,7 @@ from typing import Any, Literal
 from fullrank.errors import FullrankError
 from fullrank.fit.budget import Budget
 from fullrank.fit.optimiser import OptimiserConfig
+from fullrank.models.normalisers import check_temperature
 from fullrank.text.settings import DataConfig
 
 
@@ -56,6 +57,8 @@ class BodyConfig:
     """Of an LSTM's recurrent weights, one mask a step."""
     normaliser: Literal["softmax", "sparsemax", "entmax15", "sink", "log_length", "sigmoid"] = "softmax"
     """What turns a transformer's attention scores into weights (`fullrank.models.normalisers`)."""
+    attention_temperature: float = 1.0
+    """What a transformer's attention scores are divided by before that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,7 @@ class Config:
         for name in amounts:
             if not _value(self, name) >= 0:
                 raise FullrankError(f"{name}={_value(self, name)} is impossible: expected at least 0")
+        check_temperature(self.body.attention_temperature, "body.attention_temperature")
         rates = ("lr", "finetune_lr") if self.optimiser.finetune_epochs else ("lr",)
         for name in rates:
             # Beyond this a rate times a factor is no fp32 number.

@@ -30,6 +30,7 @@ from fullrank.errors import FullrankError
 from fullrank.fit import optimiser
 from fullrank.fit.budget import PACED, WARMING, Budget
 from fullrank.models import FullrankForCausalLM
+from fullrank.models.attention import no_attention
 from fullrank.models.flops import peak_flops, training_flops
 from fullrank.text import elsewhere
 from fullrank.text import store as data
@@ -262,8 +263,14 @@ class Session:
                 steps=self.pace.steps,
                 flops_per_token=self.flops,
                 precision="bf16" if self.learner.half else "fp32",
+                **({"unmeasured": without} if (without := self._unmeasured()) else {}),
             )
         self._ids = self._monitor_ids()
+
+    def _unmeasured(self) -> dict[str, str]:
+        """What monitors will not say, and why."""
+        reason = no_attention(self.learner.bare.model) if self.options.monitors else ""
+        return {"attention": reason} if reason else {}
 
     def _monitor_ids(self) -> Tensor:
         """Validation tokens that monitors look at: rows from all over the split."""

@@ -75,6 +75,7 @@ def configuration(config: Config, vocabulary: int) -> FullrankConfig:
         vocab_size=vocab,
         tie_word_embeddings=head.tie,
         normaliser=body.normaliser,
+        attention_temperature=body.attention_temperature,
     )
 
 
@@ -96,6 +97,11 @@ def _body(config: Config, vocab: int, embedding: int) -> Any:
         raise FullrankError(
             f"an LSTM has no attention that {body.normaliser} could normalise: leave "
             "body.normaliser=softmax, or train a transformer"
+        )
+    if body.attention_temperature != 1.0:
+        raise FullrankError(
+            f"an LSTM has no attention with a temperature of {body.attention_temperature:g}: leave "
+            "body.attention_temperature=1, or train a transformer"
         )
     return AwdLstmConfig(
         vocab_size=vocab,

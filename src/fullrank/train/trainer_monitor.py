@@ -1,4 +1,4 @@
-"""Rank and geometry of the head at every evaluation of transformers' Trainer, in its own log.
+"""Rank and geometry of the head, and attention, at every evaluation of transformers' Trainer, in its own log.
 
     trainer = Trainer(model, arguments, ...)
     trainer.add_callback(FullrankMonitor(trainer))
@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers.trainer_callback import TrainerCallback
 
 from fullrank.diagnose import monitors
+from fullrank.diagnose.attention.monitor import watching
 from fullrank.errors import FullrankError
 from fullrank.heads import Head
 from fullrank.models.causal_lm import FullrankForCausalLM
@@ -87,10 +88,14 @@ class FullrankMonitor(TrainerCallback):
             ids, seen = _texts(loader, wanted, self.seed)
             device = head.decoder.weight.device
             ids, seen = ids.to(device), seen.to(device)
-            with torch.autocast(device.type, enabled=False):
+            plain = torch.autocast(device.type, enabled=False)
+            with plain, watching(view.model, ids, seen) as attention:
                 states, context, _ = view.head_inputs(ids, seen.long())
             ids = ids if context is None else context
-            return monitors.measure(head, states, ids, seen=seen, seed=self.seed, rank_contexts=self.contexts)
+            found = monitors.measure(
+                head, states, ids, seen=seen, seed=self.seed, rank_contexts=self.contexts
+            )
+            return found | attention
 
     def _softmax(self, model: Any) -> FullrankForCausalLM:
         """A plain model's body and matrix, the same tensors, under our softmax head."""

@@ -35,6 +35,11 @@ def plain_model(model: Any) -> tuple[Any, Pointwise, float]:
             f"transformers has no plain model with this body, a {type(body).__name__} with "
             f"{model.config.normaliser} attention: there is nothing to collapse into"
         )
+    if model.config.attention_temperature != 1.0:
+        raise FullrankError(
+            f"transformers has no plain model whose attention has a temperature of "
+            f"{model.config.attention_temperature:g}: there is nothing to collapse into"
+        )
     config = copy.deepcopy(body.config)
     config.tie_word_embeddings = False
     with loading.quiet(), torch.device("meta"):

@@ -141,6 +141,7 @@ def _assemble(
         tie_word_embeddings=layer.tied,
         logit_scale=layer.scale,
         normaliser=getattr(model.config, "normaliser", "softmax"),
+        attention_temperature=getattr(model.config, "attention_temperature", 1.0),
         dtype=body.config.dtype,
     )
     config.name_or_path = model.config.name_or_path

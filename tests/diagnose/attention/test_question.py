@@ -19,6 +19,7 @@ from fullrank.diagnose.attention.measures import plan
 from fullrank.diagnose.attention.question import attention
 from fullrank.errors import FullrankError
 from fullrank.models.anatomy import states
+from fullrank.models.attention import install_normaliser
 from fullrank.models.loading import quiet
 from fullrank.models.output_layer import OutputLayer
 from fullrank.ops import IDENTITY
@@ -290,6 +291,13 @@ def test_models_without_attention_are_told_so(tiny_checkpoint: Build) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_trained_with_another_normaliser_is_told_so(tiny_checkpoint: Build) -> None:
+    model = tiny(tiny_checkpoint, "llama")
+    install_normaliser(model, "sigmoid")
+    with pytest.raises(FullrankError, match="sigmoid attention, and what is asked is about softmax"):
+        measured(model)
+
+
 def test_short_windows_have_few_sets(tiny_checkpoint: Build) -> None:
     found = measured(tiny(tiny_checkpoint, "llama"), length=8)
     assert {one.size for one in found.by_size} == {1, 2, 5}

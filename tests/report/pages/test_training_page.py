@@ -17,7 +17,7 @@ from fullrank.errors import FullrankError
 from fullrank.report.charts import training_charts as charts
 from fullrank.report.charts.theme import DARK, MODEL_COLOURS, NARROW, WIDE
 from fullrank.report.pages.training_page import trainings_page
-from fullrank.report.pages.training_quantities import GEOMETRY, MIXTURE, PROGRESS, head_width
+from fullrank.report.pages.training_quantities import ATTENTION, GEOMETRY, MIXTURE, PROGRESS, head_width
 from fullrank.results import Provenance, Training, Trainings, read_log
 
 Write = Callable[..., Path]
@@ -117,6 +117,41 @@ def test_panels_hold_the_monitors_their_bounds_and_the_right_alarms(record: Trai
     (shares,) = charts.shares(drawn)
     assert len(shares.curves.traces) == 4
     assert [point.value for point in shares.curves.traces[1].points][7:] == [0.0] * 6
+
+
+def attending(run: Training, **settings: str) -> Training:
+    """The same run with monitors of attention."""
+    figures = {"attention_effective_tokens": 40.0, "attention_first": 0.1, "attention_sensitivity": 0.7}
+    evaluations = tuple(
+        dataclasses.replace(one, monitors={**one.monitors, **figures}) for one in run.evaluations
+    )
+    return dataclasses.replace(run, evaluations=evaluations, config={**run.config, **settings})
+
+
+def test_sensitivity_stands_beside_what_no_softmax_exceeds(record: Training) -> None:
+    for settings, bounds in (
+        ({}, [0.5]),
+        ({"body.attention_temperature": "0.25"}, [2.0]),
+        ({"body.normaliser": "sigmoid"}, []),
+    ):
+        (look,) = charts.looks([attending(record, **settings)])
+        found = {panel.title: panel for panel in charts.panels([look], ATTENTION)}
+        assert list(found) == ["effective tokens", "first position", "sensitivity"]
+        assert [line.value for line in found["sensitivity"].curves.horizontal] == bounds
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_attention_has_its_section_or_a_reason(record: Training, made: Provenance) -> None:
+    page = fullrank.report.render(attending(record), made)
+    assert "Attention" in titles(page)
+    assert "1 / (2 T)" in unescape(page)
+    without = dataclasses.replace(record, unmeasured={"attention": "AwdLstmModel has no attention"})
+    page = fullrank.report.render(without, made)
+    assert "Attention" in titles(page)
+    assert "AwdLstmModel has no attention." in page
+    assert "Attention" not in titles(fullrank.report.render(record, made))
+    both = fullrank.report.render(Trainings(runs=(attending(record), without)), made)
+    assert "AwdLstmModel has no attention." in both
 
 
 @pytest.mark.parametrize("width", [WIDE, NARROW])

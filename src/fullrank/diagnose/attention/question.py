@@ -3,7 +3,7 @@
 Windows of text go through the model once; at some queries of every head the weights, scores and values are
 measured as they come (`attention_capture`, `attention_measures`) and forgotten. Then a few windows run again
 with other normalisers and with few weights (`attention_losses`). The mathematics is in `theory.attention`,
-definitions and proofs in docs/attention.md.
+definitions and proofs in docs/attention_theory.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fullrank.diagnose.attention.measures import Plan, Tally, plan
 from fullrank.diagnose.attention.record import mean_of, record
 from fullrank.errors import FullrankError
 from fullrank.models.anatomy import states
+from fullrank.models.attention import SETTING
 from fullrank.models.normalisers import NORMALISERS, check_available
 from fullrank.models.output_layer import OutputLayer
 from fullrank.results.attention import Attention, AttentionKept, AttentionNormaliser
@@ -49,6 +50,7 @@ def attention(
     missing = {name: _unavailable(name) for name in NORMALISERS}
     available = [name for name, reason in missing.items() if not reason]
     tally = Tally(where, len(ids), seed=seed, memory=memory // 4, what_if=available)
+    _require_softmax(model)
     named = calls_by_name(model)
     if named:
         compared, positions = _watch(model, ids, where, tally, memory, progress)
@@ -64,6 +66,16 @@ def attention(
     if losses is not None:
         kept = tuple(_kept(losses, window, memory, progress))
     return record(tally, normalisers, kept, losses, compared, positions)
+
+
+def _require_softmax(model: Any) -> None:
+    """The statements are of softmax, and so is the eager attention that would run in the place of another."""
+    names = {layer.__dict__[SETTING].name for layer in model.modules() if SETTING in layer.__dict__}
+    if names - {"softmax"}:
+        raise FullrankError(
+            f"this model has {', '.join(sorted(names))} attention, and what is asked is about softmax: the "
+            "monitors in the log of its training say what its heads do"
+        )
 
 
 def _unavailable(name: str) -> str:

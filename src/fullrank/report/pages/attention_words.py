@@ -17,7 +17,7 @@ HEADS_DEFINITION = (
     "over windows.",
     "With scores l between min and max, every weight lies within exp(±(max − min)/T)/n, and max − min is at "
     "most "
-    "2Δ = 2|q| max|k|. docs/attention.md has the proofs.",
+    "2Δ = 2|q| max|k|. docs/attention_theory.md has the proofs.",
 )
 SETS_READING = (
     "A token of the set is separable when its weighted value lies closer to the set’s sum than that of any "

@@ -11,6 +11,7 @@ from fullrank.report.charts.intervals import Intervals, Mark
 from fullrank.report.charts.theme import HIGH_RANK_COLOUR, MODEL_COLOURS, REFERENCE, Key
 from fullrank.report.figures import figure, number
 from fullrank.report.page import Column, Page, Section, Table, draw
+from fullrank.report.pages.attention_grid_section import sections as attention_sections
 from fullrank.report.text import shown
 from fullrank.results.grid import Grid, GridRun
 
@@ -35,6 +36,7 @@ def grid_page(record: Grid) -> Page:
                 ),
             ),
             _decided(record),
+            *(attention_sections(record) if record.name == "attention" else ()),
             *_curves(record),
             _runs(record),
         ),

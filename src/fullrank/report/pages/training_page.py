@@ -6,6 +6,7 @@ each in a table: that is how heads are compared.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from fullrank.report.charts.training_charts import Look
 from fullrank.report.figures import NONE, figure, interval, number, whole
 from fullrank.report.page import Answer, Page, Section, Tile, draw
 from fullrank.report.pages.series_page import CAUSE
-from fullrank.report.pages.training_quantities import GEOMETRY, MIXTURE, PROGRESS, head_width
+from fullrank.report.pages.training_quantities import ATTENTION, GEOMETRY, MIXTURE, PROGRESS, head_width
 from fullrank.report.pages.training_tables import (
     differences,
     every_evaluation,
@@ -122,6 +123,7 @@ def _sections(drawn: Sequence[Look], last: tuple[Section | None, ...]) -> tuple[
             text="How the components of a mixture are used; hovering a line names its component.",
             definition=_MIXTURE,
         ),
+        _attention(drawn),
         *last,
         Section(title="What this does not show", text=(CAUSE,)),
     ]
@@ -171,6 +173,28 @@ def _grid(
         ),
         definition=definition,
     )
+
+
+def _attention(drawn: Sequence[Look]) -> Section | None:
+    """What attention does, or why nothing is said of it."""
+    why = [
+        f"{f'{look.name}: ' if len(drawn) > 1 else ''}{shown(reason, 200)}."
+        for look in drawn
+        if (reason := look.run.unmeasured.get("attention"))
+    ]
+    section = _grid(
+        "Attention",
+        charts.panels(drawn, ATTENTION),
+        drawn,
+        text=(
+            "Means over layers, heads and a few queries of validation text, each of which sees at least half "
+            "of the context."
+        ),
+        definition=_ATTENTION,
+    )
+    if section is not None:
+        return dataclasses.replace(section, notes=tuple(why)) if why else section
+    return Section(title="Attention", text=("Not measured.", *why)) if why else None
 
 
 def _alarms(drawn: Sequence[Look]) -> Section | None:
@@ -274,6 +298,12 @@ _GEOMETRY = (
     "sampled contexts and tokens, in double precision. One softmax of width D has at most D, or D + 1 with a "
     "bias (dotted: D). No sample shows more than its own size (dashed). The effective rank of their singular "
     "values tells how evenly that rank is used.",
+)
+_ATTENTION = (
+    "The effective number of tokens is exp of the entropy of a query’s weights, as shares of their sum. The "
+    "sensitivity is the spectral norm of the Jacobian of the weights in their scores, before these are "
+    "divided by the temperature T; of softmax it is at most 1 / (2 T) (dashed), which two weights of a half "
+    "reach.",
 )
 _MIXTURE = (
     "The prior entropy is that of a token’s prior over K components, over log K: 1 where all are used alike, "

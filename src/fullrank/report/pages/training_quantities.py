@@ -48,6 +48,16 @@ def _ranks(run: Training) -> tuple[tuple[float, str], ...]:
     return ((finite[-1] if finite else math.nan, "dashed"), (head_width(run), "dotted"))
 
 
+def _most_sensitive(run: Training) -> tuple[tuple[float, str], ...]:
+    """What no softmax exceeds, 1 / (2 T); nothing of other normalisers."""
+    if run.config.get("body.normaliser", "softmax") != "softmax":
+        return ()
+    try:
+        return ((0.5 / float(run.config.get("body.attention_temperature", "1")), "dashed"),)
+    except (ValueError, ZeroDivisionError):
+        return ()
+
+
 PROGRESS = (
     Quantity(
         title="perplexity", unit="validation", value=lambda one: one.perplexity, alarms=("curve_turned",),
@@ -86,4 +96,16 @@ MIXTURE = (
         title="dead components", unit="of K", value=monitor("dead_components"), alarms=("dead_components",),
         count=True,
     ),
+)  # fmt: skip
+ATTENTION = (
+    Quantity(
+        title="effective tokens", unit="of a query", value=monitor("attention_effective_tokens"),
+    ),
+    Quantity(title="first position", unit="weight", value=monitor("attention_first")),
+    Quantity(
+        title="sensitivity", unit="norm of the Jacobian", value=monitor("attention_sensitivity"),
+        bounds=_most_sensitive,
+    ),
+    Quantity(title="sum of weights", unit="of a query", value=monitor("attention_sum")),
+    Quantity(title="weights of zero", unit="of visible positions", value=monitor("attention_zeros")),
 )  # fmt: skip
