@@ -89,7 +89,7 @@ def test_activation_and_temporal_penalties_by_hand() -> None:
 
 def test_balance_penalty_by_hand() -> None:
     # Three tokens whose priors over two components are (.5, .5), (.8, .2) and (.8, .2).
-    top = build("mos", hidden=1, vocab=V, components=2)
+    top = build("mos", hidden=1, vocab=V, components=2, centred=False)
     with torch.no_grad():
         top.contexts.gate.weight.copy_(torch.tensor([[1.0], [0.0]]))
     gate = torch.log(torch.tensor(4.0))

@@ -280,7 +280,7 @@ def _build(
     with checks.one_sentence(f"the tokenizer in {directory}"):
         tokenizer = AutoTokenizer.from_pretrained(directory, **options)
         # A setting of the wrong kind shows only here.
-        tokenizer("a", verbose=False)
+        tokenizer("", verbose=False)
     quantised = _quantisation(config)
     if device_map is None and quantised:
         device_map = {"": device}
