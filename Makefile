@@ -70,7 +70,8 @@ test-all: lint
 
 # Each start of several processes imports torch for seconds: in CI, and out of the way of `make test`.
 test-processes: $(STAMP)
-	$(BIN)/pytest -q -m 'not gpu' tests/train/test_processes.py tests/models/test_distributed.py tests/ops/test_parallel.py
+	$(BIN)/pytest -q -m 'not gpu' tests/train/test_processes.py tests/models/test_distributed.py tests/ops/test_parallel.py \
+		tests/heads/test_vocab_parallel.py
 
 # Products of bf16 and fp32 are other sums of other blocks on other processors. On x86 torch can be held to
 # instructions of 2013; also worth a try: make test-older OLDER=ONEDNN_MAX_CPU_ISA=AVX512_CORE

@@ -110,6 +110,7 @@ def test_layer_compares_the_same_gradients_and_names_what_is_missing(
     assert "fullrank" in "".join(ElementTree.parse(drawn).getroot().itertext())
 
 
+@pytest.mark.slow(reason="all parts of a benchmark, three seconds; its main one is above")
 def test_other_parts_run_and_the_file_keeps_what_was_not_run(tmp_path: Path) -> None:
     settings, suite, table = module("gpu_settings"), module("gpu_suite"), module("gpu_table")
     out = tmp_path / "figures.json"

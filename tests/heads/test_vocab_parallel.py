@@ -55,6 +55,11 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+several = pytest.mark.slow(
+    reason="three processes import torch for nine seconds; in CI, by make test-processes, and a split head "
+    "in one process is in the default tier"
+)
+
 CASES = [*((name, 2) for name in HEADS), ("mos", 3), ("plif", 3)]
 """Heads and numbers of processes."""
 
@@ -286,6 +291,7 @@ every_case = pytest.mark.parametrize(("name", "size"), CASES)
 
 
 @every_case
+@several
 def test_losses_are_those_of_the_global_batch(done, alone, name, size):
     parts, (want, _) = [part[name] for part in done[size]], alone[name, size]
     for part in parts:
@@ -297,6 +303,7 @@ def test_losses_are_those_of_the_global_batch(done, alone, name, size):
 
 @every_case
 @pytest.mark.parametrize("kind", ["mean", "sum", "none", "balanced", "clipped"])
+@several
 def test_gradients_are_those_of_one_process(done, alone, name, size, kind):
     parts, (want, _) = [part[name] for part in done[size]], alone[name, size]
     key = kind if kind == "clipped" else f"{kind} gradients"
@@ -310,6 +317,7 @@ def test_gradients_are_those_of_one_process(done, alone, name, size, kind):
 
 
 @every_case
+@several
 def test_the_prior_is_that_of_the_tokens_of_all_processes(done, alone, name, size):
     want, model = alone[name, size]
     assert (want["prior"] is not None) is model.head.mixture
@@ -321,6 +329,7 @@ def test_the_prior_is_that_of_the_tokens_of_all_processes(done, alone, name, siz
 
 
 @every_case
+@several
 def test_weights_after_some_steps_are_those_of_one_process(done, alone, name, size):
     _, model = alone[name, size]
     for part in done[size]:
@@ -333,6 +342,7 @@ def test_weights_after_some_steps_are_those_of_one_process(done, alone, name, si
 
 
 @every_case
+@several
 def test_outputs_of_the_own_tokens(done, alone, name, size):
     parts, (want, _) = [part[name] for part in done[size]], alone[name, size]
     same(torch.cat([part["log_probs"] for part in parts]), want["log_probs"])
@@ -347,6 +357,7 @@ def test_outputs_of_the_own_tokens(done, alone, name, size):
 
 
 @every_case
+@several
 def test_the_norm_that_clips_takes_in_all_rows_of_w(done, alone, name, size):
     (want, _), steps = alone[name, size], [part[name]["norm"] for part in done[size]]
     assert want["norm"] > 0.1
@@ -364,12 +375,14 @@ def test_clipping_agrees_with_torch():
         same(gradient, gradients_of(other)[name])
 
 
+@several
 def test_shards_are_uneven_and_hidden_from_data_parallel(done):
     assert [part["mos"]["shard"] for part in done[3]] == [(0, 4, (4, D)), (4, 8, (4, D)), (8, 11, (3, D))]
     assert done[3][0]["mos"]["ignored"] == ["head.decoder.weight", "head.decoder.bias"]
     assert done[2][0]["moc"]["ignored"] == ["head.decoder.weight"]
 
 
+@several
 def test_dropout_drops_the_same_entries_everywhere(done):
     one, other = (part["dropout"] for part in done[2])
     for mine, theirs in zip(one["losses"], other["losses"], strict=True):
@@ -385,6 +398,7 @@ def test_dropout_drops_the_same_entries_everywhere(done):
     assert not torch.equal(one["after"], other["after"])
 
 
+@several
 def test_wrong_use_raises_on_every_process(done):
     one, other = (part["refused"] for part in done[2])
     shapes, weights, target, vocabulary = one

@@ -151,6 +151,9 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
 # datasets leaves its files to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow(
+    reason="starts the harness for three seconds; train's evaluation on a task is in the default tier"
+)
 def test_scores_are_the_originals(
     harness: Any, tasks: Path, tokeniser: Any, tiny_model: Make, tmp_path: Path
 ) -> None:

@@ -179,6 +179,7 @@ def test_impossible_choices_are_refused(
         study(normalisers, temperatures)
 
 
+@pytest.mark.slow(reason="trains and draws for eight seconds; the command of a grid is in the default tier")
 def test_the_command_trains_goes_on_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

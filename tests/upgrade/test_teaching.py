@@ -252,6 +252,7 @@ def test_our_own_heads_teach(head: str, make: Make, text: Path, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow(reason="the same with the body let go, two seconds; its states are read again above")
 def test_the_whole_model_is_distilled(make: Make, text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(whole, "RATES", (2e-3,))
     student, teacher = make("small"), make("large", width=24, seed=1)
