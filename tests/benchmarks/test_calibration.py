@@ -94,6 +94,7 @@ def test_truth_and_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert str(tmp_path) not in json.dumps(facts)
 
 
+@pytest.mark.slow(reason="draws a text for three seconds, of a benchmark that runs by itself")
 def test_the_text_is_drawn_from_the_mixture(tmp_path: Path) -> None:
     """Its loss under the truth, made again from the seed and the spread, is the entropy."""
     planting = module("planted")

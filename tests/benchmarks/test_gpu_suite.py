@@ -145,6 +145,7 @@ def test_the_command_leaves_figures_and_tables(tmp_path: Path, capsys: pytest.Ca
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.slow(reason="a benchmark's deadline, two seconds")
 def test_a_spent_budget_is_a_reason(tmp_path: Path) -> None:
     settings, suite = module("gpu_settings"), module("gpu_suite")
     late = dataclasses.replace(settings.tiny(out=tmp_path / "figures.json"), deadline=-1.0)

@@ -201,11 +201,8 @@ FAMILIES = ("gpt2", "gemma2", "phi", "opt", "padded", "mamba")
     ("family", "fits"),
     [
         *((family, False) for family in FAMILIES),
-        # Fits see states and an output layer, whatever the body: one family has them here.
-        *(
-            pytest.param(family, True, marks=() if family == "gemma2" else pytest.mark.slow)
-            for family in FAMILIES
-        ),
+        # Fits see states and an output layer, whatever the body: the family of all other tests has them.
+        *(pytest.param(family, True, marks=pytest.mark.slow) for family in FAMILIES),
     ],
 )
 def test_other_families_are_answered_in_full(

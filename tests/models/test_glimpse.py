@@ -105,6 +105,7 @@ def test_a_sink_of_the_models_own_takes_its_share() -> None:
         assert bool((one.weights.sum(-1) < 1).all())
 
 
+@pytest.mark.slow(reason="compiles for two seconds")
 def test_a_compiled_body_is_looked_into_and_not_compiled_again() -> None:
     model, ids = body("neox").model, tokens()
     compiled: list[int] = []

@@ -60,7 +60,7 @@ def curve(found):
     return {point.rank: point.truncated.value for point in found.points}
 
 
-@pytest.mark.parametrize("mean", [0.0, 5.0])
+@pytest.mark.parametrize("mean", [pytest.param(0.0, marks=pytest.mark.slow), 5.0])
 def test_a_matrix_of_low_rank_needs_no_more(mean):
     # The mean row is a dimension of W that softmax does not see.
     weight = 0.5 * gaussian(300, 6) @ gaussian(6, 24, seed=1) + mean * gaussian(24, seed=2)
