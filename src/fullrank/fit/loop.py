@@ -201,7 +201,9 @@ class Run:
         self.learner, self.rate, self.plan, self.seed = learner, rate, plan, seed
         self.file, self.of = file, of
         self.parameters: dict[str, nn.Parameter] = dict(learner.trained())
-        self.optimiser = torch.optim.AdamW(learner.groups(rate), betas=(0.9, 0.99), weight_decay=0.0)
+        self.optimiser = torch.optim.AdamW(
+            learner.groups(rate), betas=(0.9, 0.99), weight_decay=0.0, fused=learner.device.type == "cuda"
+        )
         self.peaks = [group["lr"] for group in self.optimiser.param_groups]
         self.size = min(learner.batch, learner.examples)
         self.each = learner.examples // self.size

@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -61,6 +62,12 @@ def batch_of(tokens: int) -> int:
     """Tokens a step: more where there are more, so that a pass is not many hundred steps."""
     wanted = 2 ** round(math.log2(max(1, tokens / PER_PASS)))
     return max(LEAST_BATCH, min(MOST_BATCH, wanted))
+
+
+def half_products(device: torch.device) -> AbstractContextManager[Any]:
+    """Products in bf16 on a GPU, where the fused loss has kernels for them: steps are noisier than rounding,
+    and so are choices. What is judged is judged in fp32."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
 class Trainee(nn.Module):
@@ -138,24 +145,28 @@ class Trainee(nn.Module):
             return self.setting.scales[0] / width
         return self.head.pace(name, parameter, self.setting.scales)
 
-    def batch_losses(self, fitting: bool, chosen: Tensor) -> Tensor:
+    def batch_losses(self, fitting: bool, chosen: Tensor, reduction: str = "none") -> Tensor:
         """Nats of the chosen tokens, or of all tokens of the chosen windows, differentiable: their loss, or
-        with a teacher their divergence from it."""
+        with a teacher their divergence from it. Of a mean, gradients are made on the way."""
         part = self.setting.parts.fit if fitting else self.setting.parts.choose
         teacher, which = self.setting.teacher, 0 if fitting else 1
         if self.head.reads_time:
-            return self._exact(part.windows(chosen)).flatten()
+            with half_products(self.device):
+                return self._exact(part.windows(chosen), reduction).flatten()
         states = [state.flatten(0, 1)[chosen] for state in part.states]
         if self.setting.sampled is not None:
             sampled = self.setting.sampled[which][chosen]
             taught = None if self.setting.taught is None else self.setting.taught[which][chosen]
             if fitting:
                 sampled, taught = sampled.fewer(), None if taught is None else taught.fewer()
-            return self._estimated(states, sampled, taught)
+            found = self._estimated(states, sampled, taught)
+            return found.mean() if reduction == "mean" else found
         if teacher is not None:
             theirs = teacher.parts.fit if fitting else teacher.parts.choose
-            return self._divergences(states, teacher.at(theirs, chosen), "none")
-        return self._exact_rows(states, part.targets.flatten()[chosen], part.ids.flatten()[chosen])
+            return self._divergences(states, teacher.at(theirs, chosen), reduction)
+        targets, ids = part.targets.flatten()[chosen], part.ids.flatten()[chosen]
+        with half_products(self.device):
+            return self._exact_rows(states, targets, ids, reduction)
 
     def alignment(self, chosen: Tensor) -> Tensor | float:
         """What is added to the mean loss of the chosen windows in training: HistAlign's, where asked for."""
@@ -186,12 +197,7 @@ class Trainee(nn.Module):
         return tokens
 
     def loss(self, chosen: Tensor) -> Tensor:
-        setting = self.setting
-        if setting.teacher is not None and setting.sampled is None:
-            # Their mean, because gradients are then made on the way.
-            states = [state.flatten(0, 1)[chosen] for state in setting.parts.fit.states]
-            return self._divergences(states, setting.teacher.at(setting.teacher.parts.fit, chosen), "mean")
-        return self.batch_losses(True, chosen).mean() + self.alignment(chosen)
+        return self.batch_losses(True, chosen, "mean").mean() + self.alignment(chosen)
 
     @torch.no_grad()
     def choose_loss(self) -> float:
@@ -275,16 +281,18 @@ class Trainee(nn.Module):
             bias = bias + self.offset
         return weight, bias
 
-    def _exact_rows(self, states: list[Tensor], targets: Tensor, ids: Tensor) -> Tensor:
+    def _exact_rows(
+        self, states: list[Tensor], targets: Tensor, ids: Tensor, reduction: str = "none"
+    ) -> Tensor:
         if not self.is_rows:
-            return self._called(states, targets, ids)
+            return self._called(states, targets, ids, reduction)
         rows, log_prior = self._rows(states)
         weight, bias = self.whole_matrix()
         # A table that fits a processor's cache needs no chunks, and is twice as fast without.
         scores = rows[..., 0].numel() * len(weight)
         small = rows.device.type == "cpu" and scores <= min(SMALL_TABLE, self.setting.limit // 12)
         return mixture_nll(
-            rows, log_prior, weight, targets, bias=bias, pointwise=self.head.pointwise, reduction="none",
+            rows, log_prior, weight, targets, bias=bias, pointwise=self.head.pointwise, reduction=reduction,
             impl="reference" if small else "auto", workspace=None if small else self.setting.limit,
         )  # fmt: skip
 
@@ -297,7 +305,7 @@ class Trainee(nn.Module):
             workspace=self.setting.limit,
         )  # fmt: skip
 
-    def _called(self, states: Sequence[Tensor], targets: Tensor, ids: Tensor) -> Tensor:
+    def _called(self, states: Sequence[Tensor], targets: Tensor, ids: Tensor, reduction: str) -> Tensor:
         """The head's own loss, with the trained matrix in its place."""
         weight, bias = self.whole_matrix()
         given = {"decoder.weight": weight} | ({} if bias is None else {"decoder.bias": bias})
@@ -305,12 +313,12 @@ class Trainee(nn.Module):
             self.head,
             given,
             (list(states[: self.head.states]), targets),
-            {"context": ids if self.head.needs_context else None, "reduction": "none"},
+            {"context": ids if self.head.needs_context else None, "reduction": reduction},
         )
         return cast(Tensor, found)
 
-    def _exact(self, part: Part) -> Tensor:
-        return self._called(part.states, part.targets, part.ids)
+    def _exact(self, part: Part, reduction: str = "none") -> Tensor:
+        return self._called(part.states, part.targets, part.ids, reduction)
 
     @torch.no_grad()
     def exact_losses(self, part: Part) -> Tensor:
