@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -116,6 +117,38 @@ def test_no_direction_is_sure_where_the_model_is_right() -> None:
     found = splitting.search(splitting.gather(_setting(0.0), tokens=10_000))
     assert found.sure == 0
     assert found.found[0] < 1.5 * found.null
+
+
+def test_tokens_that_nobody_expects_do_not_hide_a_direction() -> None:
+    setting = _setting(0.6)
+    draw = torch.Generator().manual_seed(5)
+
+    def odd(part: Part) -> Part:
+        least = (part.states[0] @ setting.plain.decoder.weight.T).argmin(dim=-1)
+        chosen = torch.rand(part.targets.shape, generator=draw) < 0.01
+        return dataclasses.replace(part, targets=torch.where(chosen, least, part.targets))
+
+    parts = dataclasses.replace(setting.parts, fit=odd(setting.parts.fit), choose=odd(setting.parts.choose))
+    found = splitting.search(splitting.gather(dataclasses.replace(setting, parts=parts), tokens=10_000))
+    truth = torch.roll(torch.eye(D), 1, dims=0)
+    cosine = (found.maps[0] * truth).sum() / found.maps[0].norm() / truth.norm()
+    # 0.89 where their scores are not cut.
+    assert abs(float(cosine)) > 0.93
+    assert found.sure >= 1
+
+
+def test_more_tokens_than_can_be_held_whole_are_kept_in_the_basis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitting, "WIDTH", 3)
+    setting = dataclasses.replace(_setting(0.6), limit=8 * splitting.DRAWN * D * 500)
+    gathered = splitting.gather(setting, tokens=10_000)
+    assert len(gathered.within[0].states) > 1.5 * len(gathered.find.states)
+    assert gathered.within[0].drawn.shape[1:] == (splitting.DRAWN, 3)
+    # Whatever they are kept in, tokens from the model itself have the identity for their moments.
+    drawn = (gathered.find.drawn @ gathered.basis.rows).flatten(0, 1)
+    torch.testing.assert_close(drawn.T @ drawn / len(drawn), torch.eye(3), atol=0.02, rtol=0)
+    found = splitting.search(gathered)
+    assert found.sure >= 1
+    assert found.tokens == len(gathered.within[0].states)
 
 
 def test_a_trunk_is_split_in_what_its_components_own() -> None:

@@ -37,6 +37,8 @@ FOUND = 0.4
 """Share of a planted gain that must be found for it to count as seen."""
 FARTHEST = 5.0
 """How much smaller than the planted gain one may be that is said to be seen too: of less, less is found."""
+SURE = 2.0
+"""Times the gain below which splitting finds nothing: what it finds."""
 TOKENS = 128
 """On which the size of what is planted is set."""
 
@@ -47,10 +49,11 @@ def plant(
 ) -> Planted:
     """Targets from a split of the setting's plain head, with about this gain over it."""
     generator = torch.Generator().manual_seed(seed)
-    rows, states = directions.rows, directions.states
-    drawn = torch.randn(components - 1, rows.shape[1], states[0].shape[1] + 1, generator=generator).to(rows)
+    basis = directions.basis
+    shape = components - 1, basis.rows.shape[1], basis.states.shape[1] + 1
+    drawn = torch.randn(shape, generator=generator).to(basis.rows)
     drawn /= drawn.flatten(1).norm(dim=1)[:, None, None]
-    maps, shifts = splitting.in_units(rows, states, drawn)
+    maps, shifts = splitting.in_units(basis, drawn)
     codes = splitting.codes(components).to(maps)
     made = Planted(
         output=layer_of(setting.plain),
@@ -185,7 +188,7 @@ def measure(
     # Where most of it was missed, what would have been seen of less is anybody's guess.
     smallest = math.inf
     if seen.low > 0 and share >= FOUND:
-        smallest = max(DETECTED * error / share, there.value / FARTHEST)
+        smallest = max(DETECTED * error / share, there.value / FARTHEST, SURE * directions.least)
     return Power(
         planted=there, found=seen, smallest=smallest, converged=control.converged and mixture.converged
     )

@@ -14,8 +14,14 @@ Directions are affine in the state, d = M x with x = (1, h), and what they gain 
 
 whose leading eigenvectors are sought on one part of the text, in units in which E[H] and the states'
 covariance are the identity, so that they are the same however W and h are scaled. The expectation under H is
-a mean over m tokens drawn from p in place of y, so a product with T costs no pass over the vocabulary. For
-wide states M is confined to the leading directions of the constant split and of the states.
+a mean over m tokens drawn from p in place of y, so a product with T costs no pass over the vocabulary.
+
+M has as many entries as it can be told apart from noise with: a direction is found where it gains more than
+about (entries of M) / (2 tokens) nats (`Directions.least`). So for wide rows M is confined to rows along
+which the constant split gains more than chance, then those along which p moves most (the leading eigenvectors
+of E[H]), and to the leading directions of the states; and tokens beyond what can be held whole are kept in
+these coordinates. There g is cut to its usual length, of y and of drawn tokens alike: the few that nobody
+expected would else decide alone, and where y is drawn from p the expectation is zero as before.
 
 On another part of the text a direction's quotient is an honest estimate: under the null y and the drawn
 tokens have one distribution, and its expectation is zero. The same search with a drawn token in place of y
@@ -52,8 +58,24 @@ DIRECTIONS = 7
 """Eigenvectors: what eight components can use."""
 RIDGE = 1e-3
 """Of the mean variance, added before a covariance is inverted."""
+CUT = 1.0
+"""Of the root mean square length of a score: what a score is cut to."""
+MOST = 1 << 18
+"""Tokens that directions are sought on, at most."""
 SCALES = tuple(2.0**power for power in range(-4, 4))
 """Of the step along the directions, to choose from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Basis:
+    """What M is confined to."""
+
+    rows: Tensor
+    """[r, at most WIDTH] directions of rows, E[H] being the identity in them."""
+    states: Tensor
+    """[H, fewer than WIDTH] those of states, each of unit variance."""
+    mean: Tensor
+    """[H] of the states."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,6 +90,20 @@ class Moments:
     """[N, m, r] g of tokens drawn from p."""
     blocks: Tensor
     """[N]"""
+
+    def within(self, basis: Basis) -> Moments:
+        """In the coordinates of M, states with a one before them."""
+        x = (self.states - basis.mean) @ basis.states
+        return Moments(
+            states=torch.cat([torch.ones_like(x[:, :1]), x], dim=1),
+            scores=_cut(self.scores @ basis.rows),
+            drawn=_cut(self.drawn @ basis.rows),
+            blocks=self.blocks,
+        )
+
+    def last(self, own: int) -> Moments:
+        """For the last entries of a row alone."""
+        return dataclasses.replace(self, scores=self.scores[:, -own:], drawn=self.drawn[..., -own:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,10 +120,15 @@ class Directions:
     """The largest eigenvalue there when y is drawn from the model."""
     judged: tuple[Estimate, ...]
     """Quotients on the other part."""
-    rows: Tensor
-    """[r, at most WIDTH] the directions of rows that were looked at, E[H] being the identity in them."""
-    states: tuple[Tensor, Tensor]
-    """[H, fewer than WIDTH] those of states, each of unit variance, and the states' mean."""
+    basis: Basis
+    """What was looked at."""
+    tokens: int
+    """What they were found on."""
+
+    @property
+    def least(self) -> float:
+        """Nats per token below which a direction cannot be told from noise, about."""
+        return self.basis.rows.shape[1] * (self.basis.states.shape[1] + 1) / (2 * self.tokens)
 
     @property
     def sure(self) -> int:
@@ -109,17 +150,9 @@ class Gathered:
 
     find: Moments
     judge: Moments
-
-    def last(self, own: int) -> Gathered:
-        """For the last entries of a row alone."""
-        return Gathered(
-            find=dataclasses.replace(
-                self.find, scores=self.find.scores[:, -own:], drawn=self.find.drawn[..., -own:]
-            ),
-            judge=dataclasses.replace(
-                self.judge, scores=self.judge.scores[:, -own:], drawn=self.judge.drawn[..., -own:]
-            ),
-        )
+    basis: Basis
+    within: tuple[Moments, Moments]
+    """The same parts in the basis: of more tokens, where not all could be held whole."""
 
 
 def gather(
@@ -130,42 +163,55 @@ def gather(
     progress: Callable[[float], None] = lambda share: None,
 ) -> Gathered:
     """The moments of at most so many tokens to fit on, and to choose on."""
-    # They are kept for every drawn token.
-    tokens = max(256, min(tokens, setting.limit // (8 * DRAWN * setting.plain.width)))
     generator = torch.Generator(device=setting.parts.fit.targets.device).manual_seed(seed)
-    teacher = setting.teacher
-    find = moments(
-        setting, setting.parts.fit, tokens, generator, lambda share: progress(0.7 * share),
-        taught=None if teacher is None else teacher.parts.fit,
-    )  # fmt: skip
-    judge = moments(
-        setting, setting.parts.choose, tokens, generator, lambda share: progress(0.7 + 0.3 * share),
-        taught=None if teacher is None else teacher.parts.choose,
-    )  # fmt: skip
-    return Gathered(find=find, judge=judge)
+    parts, teacher = setting.parts, setting.teacher
+    taught = None if teacher is None else teacher.parts
+
+    def both(room: int, place: float, share: float, basis: Basis | None = None) -> tuple[Moments, Moments]:
+        many = max(256, min(tokens, room))
+        found = moments(
+            setting, parts.fit, many, generator, lambda part: progress(place + 0.7 * share * part),
+            taught=None if taught is None else taught.fit, basis=basis,
+        )  # fmt: skip
+        judge = moments(
+            setting, parts.choose, many, generator, lambda part: progress(place + share * (0.7 + 0.3 * part)),
+            taught=None if taught is None else taught.choose, basis=basis,
+        )  # fmt: skip
+        return found, judge
+
+    # They are kept for every drawn token.
+    room = setting.limit // (8 * DRAWN * setting.plain.width)
+    narrow = min(MOST, setting.limit // (8 * DRAWN * WIDTH))
+    wanted = min(tokens, len(parts.fit), narrow)
+    enough = wanted < 2 * room
+    find, judge = both(room, 0.0, 1.0 if enough else 0.3)
+    basis = _basis(find, _width(len(find.states) if enough else wanted))
+    within = (find.within(basis), judge.within(basis)) if enough else both(narrow, 0.3, 0.7, basis)
+    return Gathered(find=find, judge=judge, basis=basis, within=within)
 
 
 def search(gathered: Gathered, *, own: int | None = None, seed: int = 0) -> Directions:
     """Directions of rows whose last `own` entries may differ; None is all."""
-    gathered = gathered if own is None else gathered.last(own)
-    rows, states = _row_basis(gathered.find), _state_basis(gathered.find)
-    scores, drawn, x = _reduced(gathered.find, rows, states)
-    values, vectors = _leading(scores, drawn, x, DIRECTIONS, seed)
-    null, _ = _leading(drawn[:, 0], drawn[:, 1:], x, 1, seed)
-    judged = tuple(_quotient(gathered.judge, rows, states, vector) for vector in vectors)
-    maps, shifts = in_units(rows, states, vectors)
+    basis, (find, judge) = gathered.basis, gathered.within
+    if own is not None:
+        find, judge = gathered.find.last(own), gathered.judge.last(own)
+        basis = _basis(find, _width(len(find.states)))
+        find, judge = find.within(basis), judge.within(basis)
+    values, vectors = _leading(find.scores, find.drawn, find.states, DIRECTIONS, seed)
+    null, _ = _leading(find.drawn[:, 0], find.drawn[:, 1:], find.states, 1, seed)
+    judged = tuple(_quotient(judge, vector) for vector in vectors)
+    maps, shifts = in_units(basis, vectors)
     return Directions(
         maps=maps, shifts=shifts, found=tuple(values.tolist()), null=float(null[0]), judged=judged,
-        rows=rows, states=states,
+        basis=basis, tokens=len(find.states),
     )  # fmt: skip
 
 
-def in_units(rows: Tensor, states: tuple[Tensor, Tensor], vectors: Tensor) -> tuple[Tensor, Tensor]:
+def in_units(basis: Basis, vectors: Tensor) -> tuple[Tensor, Tensor]:
     """M's of the coordinates [J, r, q] in the units of rows and states: maps [J, D, H], and shifts [J, D]
     that have the mean of the states in them."""
-    basis, mean = states
-    maps = torch.einsum("dr,jrq,hq->jdh", rows, vectors[:, :, 1:], basis)
-    return maps, torch.einsum("dr,jr->jd", rows, vectors[:, :, 0]) - maps @ mean
+    maps = torch.einsum("dr,jrq,hq->jdh", basis.rows, vectors[:, :, 1:], basis.states)
+    return maps, torch.einsum("dr,jr->jd", basis.rows, vectors[:, :, 0]) - maps @ basis.mean
 
 
 @torch.no_grad()
@@ -177,19 +223,22 @@ def moments(
     progress: Callable[[float], None] = lambda share: None,
     *,
     taught: Part | None = None,
+    basis: Basis | None = None,
 ) -> Moments:
     """Scores of tokens from all over a part, and of tokens drawn from the model: one pass over W. `taught`
-    are the teacher's states of the same part."""
+    are the teacher's states of the same part; in a basis, all is in its coordinates from the start."""
     output, rows = layer_of(setting.plain), plain_rows(setting.plain, part)
     # Every so many, but in blocks as they come: intervals are over blocks.
     chosen = torch.arange(0, len(part), max(1, -(-len(part) // tokens)), device=rows.device)
     rows, targets = rows[chosen], part.targets.flatten()[chosen]
     if setting.teacher is not None and taught is not None:
         targets = setting.teacher.draws(taught, chosen, setting.limit, generator)
+    states, blocks = part.states[0].flatten(0, 1)[chosen], part.blocks.flatten()[chosen]
     weight = output.weight
-    scores, drawn, done = [], [], 0
+    found: list[Moments] = []
+    done = 0
     for piece in output.pieces(rows, setting.limit // 3):
-        some = targets[done : done + len(piece)]
+        here = slice(done, done + len(piece))
         raw = piece @ output.weight.T
         if output.bias is not None:
             raw += output.bias
@@ -203,20 +252,22 @@ def moments(
         ids = sampling.draw(p, DRAWN, generator)
 
         def at(ids: Tensor, slope: Tensor | None = slope, mean: Tensor = mean) -> Tensor:
-            found = weight[ids]
+            some = weight[ids]
             if slope is not None:
-                found = slope.gather(1, ids)[..., None] * found
-            return found - mean[:, None]
+                some = slope.gather(1, ids)[..., None] * some
+            return some - mean[:, None]
 
-        scores.append(at(some[:, None])[:, 0])
-        drawn.append(at(ids))
+        made = Moments(
+            states=states[here], scores=at(targets[here][:, None])[:, 0], drawn=at(ids), blocks=blocks[here]
+        )
+        found.append(made if basis is None else made.within(basis))
         done += len(piece)
         progress(done / len(rows))
     return Moments(
-        states=part.states[0].flatten(0, 1)[chosen],
-        scores=torch.cat(scores),
-        drawn=torch.cat(drawn),
-        blocks=part.blocks.flatten()[chosen],
+        **{
+            field.name: torch.cat([getattr(one, field.name) for one in found])
+            for field in dataclasses.fields(Moments)
+        }
     )
 
 
@@ -227,38 +278,44 @@ def _inverse_root(covariance: Tensor) -> Tensor:
     return (vectors * values.clamp(min=float(ridge)).rsqrt()) @ vectors.T
 
 
-def _row_basis(fit: Moments) -> Tensor:
-    """[r, at most WIDTH] directions of rows in which E[H] is the identity, the most overdispersed first."""
-    count, drawn, r = fit.drawn.shape
-    flat = fit.drawn.reshape(-1, r)
-    expected = (flat.T @ flat).double() / (count * drawn)
-    root = _inverse_root(expected)
-    excess = root @ ((fit.scores.T @ fit.scores).double() / count - expected) @ root
-    _, vectors = torch.linalg.eigh(excess)
-    return (root @ vectors.flip(1)[:, : _width(count)]).to(fit.scores.dtype)
-
-
 def _width(tokens: int) -> int:
     return max(4, min(WIDTH, int(math.sqrt(tokens / PER_ENTRY))))
 
 
-def _state_basis(fit: Moments) -> tuple[Tensor, Tensor]:
-    """[H, at most WIDTH - 1] in which the states' leading directions have unit variance, and their mean."""
-    mean = fit.states.mean(dim=0)
-    centred = fit.states - mean
+def _basis(find: Moments, width: int) -> Basis:
+    """Of so many directions, a constant among those of the states."""
+    states, mean = _state_directions(find.states, width - 1)
+    return Basis(rows=_row_directions(find, width), states=states, mean=mean)
+
+
+def _row_directions(find: Moments, width: int) -> Tensor:
+    """[r, at most width]: those whose constant split gains more than any would by chance, then the leading
+    eigenvectors of E[H]."""
+    r = find.scores.shape[1]
+
+    def second(some: Tensor) -> Tensor:
+        flat = some.reshape(-1, r)
+        return (flat.T @ flat).double() / len(flat)
+
+    expected = second(find.drawn)
+    root = _inverse_root(expected)
+    by_chance = root @ (second(find.drawn[:, 0]) - expected) @ root
+    gains, vectors = torch.linalg.eigh(root @ (second(find.scores) - expected) @ root)
+    sure = vectors[:, gains > torch.linalg.eigvalsh(by_chance)[-1]].flip(1)
+    _, moving = torch.linalg.eigh(expected)
+    chosen, _ = torch.linalg.qr(torch.cat([sure, moving.flip(1)], dim=1)[:, :width])
+    return (root @ chosen).to(find.scores.dtype)
+
+
+def _state_directions(states: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """[H, at most width] in which the states' leading directions have unit variance, and their mean."""
+    mean = states.mean(dim=0)
+    centred = states - mean
     values, vectors = torch.linalg.eigh((centred.T @ centred).double() / len(centred))
-    width = _width(len(centred)) - 1
     values, vectors = values.flip(0)[:width], vectors.flip(1)[:, :width]
     # A direction that states do not have would be divided by nothing.
     kept = values > 1e-6 * values[0]
-    return (vectors[:, kept] * values[kept].rsqrt()).to(fit.states.dtype), mean
-
-
-def _reduced(some: Moments, rows: Tensor, states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [N, r], drawn ones [N, m, r] and states [N, q] in the coordinates of M."""
-    basis, mean = states
-    x = (some.states - mean) @ basis
-    return some.scores @ rows, some.drawn @ rows, torch.cat([torch.ones_like(x[:, :1]), x], dim=1)
+    return (vectors[:, kept] * values[kept].rsqrt()).to(states.dtype), mean
 
 
 def _leading(scores: Tensor, drawn: Tensor, x: Tensor, number: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -289,12 +346,17 @@ def _leading(scores: Tensor, drawn: Tensor, x: Tensor, number: int, seed: int) -
     return torch.from_numpy(values[order].copy()), found
 
 
-def _quotient(some: Moments, rows: Tensor, states: tuple[Tensor, Tensor], vector: Tensor) -> Estimate:
-    scores, drawn, x = _reduced(some, rows, states)
-    moved = x @ vector.T
-    gained = (scores * moved).sum(dim=1).square()
-    expected = torch.einsum("nmr,nr->nm", drawn, moved).square().mean(dim=1)
-    return estimates.mean(gained - expected, some.blocks)
+def _quotient(judge: Moments, vector: Tensor) -> Estimate:
+    moved = judge.states @ vector.T
+    gained = (judge.scores * moved).sum(dim=1).square()
+    expected = torch.einsum("nmr,nr->nm", judge.drawn, moved).square().mean(dim=1)
+    return estimates.mean(gained - expected, judge.blocks)
+
+
+def _cut(scores: Tensor) -> Tensor:
+    """Scores in coordinates in which E[H] is the identity, none longer than CUT times the usual length."""
+    longest = CUT * math.sqrt(scores.shape[-1])
+    return scores * (longest / scores.norm(dim=-1, keepdim=True).clamp(min=longest))
 
 
 def codes(components: int) -> Tensor:
