@@ -142,10 +142,10 @@ def test_more_tokens_than_can_be_held_whole_are_kept_in_the_basis(monkeypatch: p
     setting = dataclasses.replace(_setting(0.6), limit=8 * splitting.DRAWN * D * 500)
     gathered = splitting.gather(setting, tokens=10_000)
     assert len(gathered.within[0].states) > 1.5 * len(gathered.find.states)
-    assert gathered.within[0].drawn.shape[1:] == (splitting.DRAWN, 3)
+    assert gathered.within[0].drawn.shape[1:] == (splitting.DRAWN, 4)
     # Whatever they are kept in, tokens from the model itself have the identity for their moments.
     drawn = (gathered.find.drawn @ gathered.basis.rows).flatten(0, 1)
-    torch.testing.assert_close(drawn.T @ drawn / len(drawn), torch.eye(3), atol=0.02, rtol=0)
+    torch.testing.assert_close(drawn.T @ drawn / len(drawn), torch.eye(4), atol=0.02, rtol=0)
     found = splitting.search(gathered)
     assert found.sure >= 1
     assert found.tokens == len(gathered.within[0].states)
