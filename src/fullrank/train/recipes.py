@@ -98,7 +98,8 @@ def awd_lstm(head: str) -> Config:
             layers=2, hidden=960, last=640, dropout=0.3, dropout_embedding=0.05, dropout_input=0.3,
             dropout_hidden=0.2, weight_drop=0.3,
         ),
-        head=HeadConfig(name=head, **size),
+        # Beside a map that is learned from states to rows, free contexts gain more (docs/heads.md).
+        head=HeadConfig(name=head, centred=False, **size),
         optimiser=OptimiserConfig(lr=8e-3, weight_decay=0.02, warmup=0.03),
         batch=64, length=70, epochs=6.0, evaluate_batch=64, activation=1.0, temporal=0.5,
     )  # fmt: skip
