@@ -163,18 +163,31 @@ def scaled(
     if gradients is None:
         with torch.no_grad():
             gradients = make(*ctx.saved_tensors, *ctx.options).gradients
-    asked = [
-        (place, gradient)
-        for place, gradient in zip(places, gradients, strict=True)
-        if gradient is not None and ctx.dtypes[place] is not None
-    ]
-    if any(type(gradient) is not Tensor for _, gradient in asked):
-        # A traced gradient is the graph's, which may not change it.
-        for place, gradient in asked:
-            found[place] = (gradient * (upstream * ctx.factor)).to(ctx.dtypes[place])
-        return tuple(found)
-    pairs = [(gradient, _room(gradient, ctx.dtypes[place])) for place, gradient in asked]
-    scale_all(pairs, upstream, ctx.factor)
-    for (place, _), (_, out) in zip(asked, pairs, strict=True):
-        found[place] = out.to(ctx.dtypes[place])
+    dtypes = [ctx.dtypes[place] for place in places]
+    for place, gradient in zip(places, scaled_to(dtypes, gradients, upstream, ctx.factor), strict=True):
+        found[place] = gradient
     return tuple(found)
+
+
+def scaled_to(
+    dtypes: Sequence[torch.dtype | None], gradients: Sequence[Optional], number: Tensor,
+    factor: Tensor | float = 1.0,
+) -> list[Optional]:  # fmt: skip
+    """Finished gradients times number [] times factor, in their inputs' dtypes: one pass over each, in place
+    where it can be. None where there is no gradient or no input."""
+    found: list[Optional] = [None] * len(gradients)
+    asked = [
+        (place, gradient, dtype)
+        for place, (gradient, dtype) in enumerate(zip(gradients, dtypes, strict=True))
+        if gradient is not None and dtype is not None
+    ]
+    if any(type(gradient) is not Tensor for _, gradient, _ in asked):
+        # A traced gradient is the graph's, which may not change it.
+        for place, gradient, dtype in asked:
+            found[place] = (gradient * (number * factor)).to(dtype)
+        return found
+    pairs = [(gradient, _room(gradient, dtype)) for _, gradient, dtype in asked]
+    scale_all(pairs, number, factor)
+    for (place, _, dtype), (_, out) in zip(asked, pairs, strict=True):
+        found[place] = out.to(dtype)
+    return found

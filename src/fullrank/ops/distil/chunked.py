@@ -226,7 +226,7 @@ class Pass:
         bias = student.bias
         self.absent = None if bias is None or not masked else torch.isneginf(bias)
         self.largest: Tensor | float = 1.0
-        """What upstream numbers were divided by; `gradients` have it again."""
+        """What upstream numbers were divided by."""
         self.sums = Gradients()
         self.d_rows: Tensor | None = None
         self.d_prior: Tensor | None = None
@@ -336,9 +336,8 @@ class Pass:
             self.d_rows[index] = d_rows.view(-1, *self.d_rows.shape[1:]).to(self.d_rows.dtype)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Of rows, log prior, weight, bias and what f trains."""
-        others = (self.d_prior, *sums_of(self.sums, self.student.pointwise))
-        return self.d_rows, *(None if each is None else each.mul_(self.largest) for each in others)
+        """Of rows, log prior, weight, bias and what f trains; `largest` is in those of the rows alone."""
+        return self.d_rows, self.d_prior, *sums_of(self.sums, self.student.pointwise)
 
 
 def plan_chunks(both: list[tuple[Mixture, torch.dtype]], workspace: int) -> list[Plan]:

@@ -115,8 +115,7 @@ class KernelValues:
         return found
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        others = (self.d_prior, *sums_of(self.work.summed(), self.student.pointwise))
-        return self.work.d_rows, *(None if each is None else each.mul_(self.largest) for each in others)
+        return self.work.d_rows, self.d_prior, *sums_of(self.work.summed(), self.student.pointwise)
 
 
 def _lines(mixture: Mixture, product: torch.dtype, size: int, needs: Needs) -> KernelMixture:
@@ -175,8 +174,7 @@ class KernelMasses:
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         prior = torch.zeros_like(self.student.log_prior) if self.needs.prior else None
-        sums = sums_of(self.work.summed(), IDENTITY)
-        return self.work.d_rows, prior, *(None if each is None else each.mul_(self.largest) for each in sums)
+        return self.work.d_rows, prior, *sums_of(self.work.summed(), IDENTITY)
 
     def _statistics(self, rows: Tensor) -> Statistics:
         return Statistics(*(rows.new_empty(rows.shape[0], dtype=torch.float32) for _ in range(3)))

@@ -19,6 +19,7 @@ as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.ops import arguments
-from fullrank.ops.autograd import refuse_second_derivative, refuse_transforms, without_autocast
+from fullrank.ops.autograd import refuse_second_derivative, refuse_transforms, scaled_to, without_autocast
 from fullrank.ops.distil import reference
 from fullrank.ops.distil.chunked import Pass
 from fullrank.ops.distil.teacher import Mixture, Teacher, check_teacher
@@ -362,13 +363,11 @@ class Values(torch.autograd.Function):
         (made, ctx.made), (given,) = (ctx.made, None), upstream
         if made is not None:
             gradients, factor = made
-            gradients = tuple(None if each is None else each.mul_(factor * given) for each in gradients)
-        else:
-            needs, (settings, name, positions) = Needs(*ctx.needs_input_grad[5:]), ctx.options
-            given, largest = _at_most_one(given * share)
-            _, work = _evaluate(settings, name, positions, tuple(tensors), needs, given, largest)
-            gradients = work.gradients()
-        return (*[None] * 5, *_in_dtypes(gradients, tensors))
+            return (*[None] * 5, *scaled_to(_dtypes(tensors), gradients, given, factor))
+        needs, (settings, name, positions) = Needs(*ctx.needs_input_grad[5:]), ctx.options
+        given, largest = _at_most_one(given * share)
+        _, work = _evaluate(settings, name, positions, tuple(tensors), needs, given, largest)
+        return (*[None] * 5, *_late_gradients(work, tensors))
 
 
 def _evaluate(
@@ -392,9 +391,15 @@ def _at_most_one(upstream: Tensor) -> tuple[Tensor, Tensor]:
     return upstream / largest, largest
 
 
-def _in_dtypes(gradients: tuple[Tensor | None, ...], tensors: Any) -> tuple[Tensor | None, ...]:
-    pairs = zip(gradients, tensors, strict=True)
-    return tuple(None if gradient is None else gradient.to(tensor.dtype) for gradient, tensor in pairs)
+def _dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:
+    return [None if tensor is None else tensor.dtype for tensor in tensors]
+
+
+def _late_gradients(work: Any, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Of a pass whose upstream numbers were divided by its `largest`, which those of the rows have again."""
+    rows, *others = work.gradients()
+    first, *dtypes = _dtypes(tensors)
+    return [None if rows is None else rows.to(first), *scaled_to(dtypes, others, work.largest)]
 
 
 class Masses(torch.autograd.Function):
@@ -420,4 +425,4 @@ class Masses(torch.autograd.Function):
             work = ctx.settings.start_masses(tuple(tensors), Needs(*ctx.needs_input_grad[3:]))
             both, work.largest = _at_most_one(torch.cat([g_ids, g_rest[:, None]], 1))
             work.mass_gradients(ids, rest, ctx.positions, both[:, :-1], both[:, -1])
-        return (*[None] * 3, *_in_dtypes(work.gradients(), tensors))
+        return (*[None] * 3, *_late_gradients(work, tensors))
