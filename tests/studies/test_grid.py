@@ -174,6 +174,41 @@ def test_a_grid_of_rates_grows_until_its_best_is_inside() -> None:
     assert {float(run.factors["trial"]) for run in done.values()} == {0.5, 1.0, 2.0, 4.0, 8.0, 16.0}
 
 
+def test_a_head_is_held_against_a_softmax_of_as_many_parameters() -> None:
+    from fullrank.train.config import override
+    from fullrank.train.model import build
+    from fullrank.train.recipes import recipe
+
+    def size(spec: Spec) -> int:
+        config = override(recipe(spec.recipe, spec.head), spec.settings)
+        return sum(parameter.numel() for parameter in build(config, 100).parameters())
+
+    extent, done = Extent(small=True, seeds=1), {}
+    for _ in range(12):
+        specs = head_grid.HEAD.plan(done, extent)
+        for spec in specs:
+            loss = 4.0 if spec.head == "mos" else 4.3 if "_as_" in spec.name else 4.5
+            run = made_by_hand(spec.name, loss, **spec.factors)
+            sized = dataclasses.replace(
+                run, recipe=spec.recipe, settings=spec.settings, parameters=size(spec)
+            )
+            done[spec.name] = sized
+    larger, head, plain = (
+        done[f"width16-{name}-seed0"]
+        for name in ("softmax_as_mos2-parameters", "mos2-tokens", "softmax-tokens")
+    )
+    assert plain.parameters < 0.97 * head.parameters
+    assert larger.parameters == pytest.approx(head.parameters, rel=0.01)
+    found = {answer.label: answer for answer in head_grid.HEAD.answers(tuple(done.values()))}
+    effects = {
+        label: round(effect.value, 6)
+        for label, answer in found.items()
+        if (effect := answer.effect) is not None
+    }
+    assert effects["mos2 at width 16, equal tokens and parameters"] == -0.3
+    assert effects["mos2 at width 16, equal tokens"] == -0.5
+
+
 @pytest.mark.parametrize("study", [width_grid.WIDTH, head_grid.HEAD, optimiser_grid.OPTIMISER])
 @pytest.mark.parametrize("small", [False, True])
 def test_plans_are_of_settings_that_exist_and_come_to_an_end(study: Study, small: bool) -> None:

@@ -1,7 +1,9 @@
 """`fullrank study heads`: which head for the same compute, from scratch and swapped in late.
 
 scratch   every head at two widths, rates tuned alike, trained for the same floating-point operations (each
-          head by its own formula) and, in a second arm, for the same tokens
+          head by its own formula) and, in a second arm, for the same tokens. Where a head has more
+          parameters, a third arm holds it against softmax over a body whose inner layers are wider by as
+          many, for the same tokens
 swap      a softmax run is followed past its middle; at its best evaluation so far a mixture takes its
           place (which starts as that softmax), against a run that goes on with softmax. Both start their
           optimisers anew
@@ -9,6 +11,7 @@ swap      a softmax run is followed past its middle; at its best evaluation so f
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from fullrank.results.grid import GridAnswer, GridRun, Statement
@@ -21,7 +24,8 @@ STATEMENT = Statement(
     hypothesis="At widths of 64 and 128 over 16,384 tokens mixtures gain at equal tokens, less at equal "
     "compute, and more the narrower the body is.",
     comparison="Each head against softmax of the same seed, rates tuned alike for both; floating-point "
-    "operations or tokens equal. Swapped in: against a control that goes on with softmax from the same step.",
+    "operations, tokens, or tokens and parameters equal. Swapped in: against a control that goes on with "
+    "softmax from the same step.",
     smallest=0.01,
     rule="Better or worse where the 95% interval over seeds has one sign and the mean is at least the "
     "smallest effect; no difference of interest where the interval lies within it on both sides; else "
@@ -41,6 +45,8 @@ HEADS: Mapping[str, tuple[str, int]] = {
 SMALL_HEADS = ("softmax", "mos2")
 WIDTHS, SMALL_WIDTHS = (64, 128), (16,)
 RATES = (1.0, 2.0, 4.0)
+FEW = 0.005
+"""Share of parameters by which two runs may differ and still have equally many."""
 SWAPPED, SMALL_SWAPPED = ("softmax", "mos4", "trunk10"), ("softmax", "mos2")
 
 
@@ -64,6 +70,10 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
                     # As much as softmax of that seed took.
                     budget = f"budget=flops={reference.flops:.6g}"
                     specs.append(_whole(own, (*best, "steps=0", budget), "flops", seed))
+                    if (wider := _as_large(done.get(f"{own.name}-tokens-seed{seed}"), reference)) is not None:
+                        plain = dataclasses.replace(_of(width, "softmax", extent), factors=own.factors)
+                        plain = dataclasses.replace(plain, name=f"{plain.name}_as_{label}")
+                        specs.append(_whole(plain, (*rates["softmax"], wider), "parameters", seed))
         specs += _swaps(width, rates, done, extent)
     return specs
 
@@ -87,6 +97,19 @@ def _whole(own: Spec, more: tuple[str, ...], budget: str, seed: int) -> Spec:
         name=f"{own.name}-{budget}-seed{seed}", recipe=own.recipe, head=own.head, settings=settings,
         factors={**own.factors, "equal": budget}, seed=seed,
     )  # fmt: skip
+
+
+def _as_large(run: GridRun | None, plain: GridRun) -> str | None:
+    """The setting with which softmax has as many parameters as a run; None where it has about as many."""
+    if run is None or run.failure or run.parameters <= (1 + FEW) * plain.parameters:
+        return None
+    from fullrank.train.config import override
+    from fullrank.train.recipes import recipe
+
+    body = override(recipe(plain.recipe, "softmax"), plain.settings).body
+    # A unit reads a state and writes one, and has a bias, in every layer.
+    units = (run.parameters - plain.parameters) / (body.layers * (2 * body.hidden + 1))
+    return f"body.inner={4 * body.hidden + round(units)}"
 
 
 def _swaps(width: int, rates: Mapping[str, tuple[str, ...]], done: Done, extent: Extent) -> list[Spec]:
@@ -122,15 +145,18 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
     words = {
         "tokens": "equal tokens",
         "flops": "equal compute",
+        "parameters": "equal tokens and parameters",
         "swap": "swapped in, against softmax going on",
     }
     found = []
     for width, head, equal in dict.fromkeys(key[:3] for key in ends if key[1] != "softmax"):
-        against = "swap" if equal == "swap" else "tokens"
+        # Of equal parameters the run that stands under the head's name is softmax's.
+        own = "tokens" if equal == "parameters" else equal
+        base = {"parameters": (head, equal), "swap": ("softmax", equal)}.get(equal, ("softmax", "tokens"))
         differences = [
-            loss - ends[width, "softmax", against, seed]
+            loss - ends[width, *base, seed]
             for (one, label, kind, seed), loss in ends.items()
-            if (one, label, kind) == (width, head, equal) and (width, "softmax", against, seed) in ends
+            if (one, label, kind) == (width, head, own) and (width, *base, seed) in ends
         ]
         if differences:
             found.append(
