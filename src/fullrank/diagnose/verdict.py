@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from fullrank.diagnose.settings import THOROUGH
 from fullrank.fit.power import DETECTED
 from fullrank.results.diagnosis import BetterHead, Diagnosis, Estimate, Verdict
 
@@ -169,7 +170,8 @@ def _next(record: Diagnosis, found: BetterHead, outcome: str) -> str:
         more = 4 * record.text.tokens
         if found.power is None:
             return f"fullrank diagnose{model} without --quick"
-        return f"fullrank diagnose{model} --tokens {more} with as much text, or --thorough on a GPU"
+        thorough = "" if more > THOROUGH.most_tokens else ", or --thorough on a GPU"
+        return f"fullrank diagnose{model} --tokens {more} with as much text{thorough}"
     return ""
 
 

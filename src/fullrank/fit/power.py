@@ -37,7 +37,7 @@ FOUND = 0.4
 """Share of a planted gain that must be found for it to count as seen."""
 FARTHEST = 5.0
 """How much smaller than the planted gain one may be that is said to be seen too: of less, less is found."""
-SURE = 2.0
+SURE = 1.5
 """Times the gain below which splitting finds nothing: what it finds."""
 TOKENS = 128
 """On which the size of what is planted is set."""
