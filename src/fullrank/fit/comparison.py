@@ -236,7 +236,9 @@ def compare(
             # One seed races the learning rates, the others take its choice.
             plan = dataclasses.replace(plan, rates=(rate,))
         where = None if directory is None else directory / name / f"seed{settings.seed + seed}.safetensors"
-        found = training.train(
+        # The refit is of W itself.
+        train = training.train if name == "refit" else training.train_in_turn
+        found = train(
             setting, head, plan, seed=settings.seed + seed, file=where,
             progress=lambda share: progress(f"fitting {name}", (done + share) / jobs),
         )  # fmt: skip
@@ -296,7 +298,7 @@ def plan_for(setting: ready.Setting, head: Head, settings: Settings) -> loop.Pla
     passes = int(_work(setting, settings) / (each * len(setting.parts.fit))) - len(settings.rates)
     return loop.Plan(
         rates=settings.rates,
-        epochs=max(3, min(settings.epochs, passes)),
+        epochs=max(training.LEAST_EPOCHS, min(settings.epochs, passes)),
         patience=settings.patience,
         tolerance=settings.tolerance,
     )

@@ -39,7 +39,7 @@ from fullrank.fit import checkpoints
 
 WARM_UP = 5
 """Steps."""
-RACE = 60
+RACE = 240
 """Steps of the race, at most."""
 STEP_RATIO = 4.0
 """Between neighbouring learning rates where a grid grows."""

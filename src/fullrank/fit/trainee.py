@@ -363,10 +363,11 @@ class Trainee(nn.Module):
         return torch.cat(found)
 
     @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over what `trained` names."""
+    def load(self, weights: Mapping[str, Tensor], *, some: bool = False) -> None:
+        """Take over what `trained` names, or what of it there is."""
         for name, parameter in self.trained():
-            parameter.copy_(weights[name])
+            if not some or name in weights:
+                parameter.copy_(weights[name])
 
     @torch.no_grad()
     def into(self, head: Head) -> None:

@@ -1,12 +1,16 @@
 """Train a head on frozen states, and judge it: `loop` over what may move (`trainee`).
 
+A head over W is trained in two parts: first what it adds to W, until that is flat, then W with it. W has V D
+entries that each learn some noise, about 1/2N nats for N tokens; where it moves from the start, the text for
+choosing ends a fit before the head has found what is there.
+
 Where a file is given the end of a training goes into it, and the same call finds it there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,9 @@ from fullrank.fit import checkpoints, loop
 from fullrank.fit.setting import Setting
 from fullrank.fit.trainee import Trainee
 from fullrank.heads import Head
+
+LEAST_EPOCHS = 3
+"""Passes that any part of a fit has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,18 +52,24 @@ def train(
     seed: int,
     file: Path | None = None,
     wanted: bool = True,
+    start: Mapping[str, Tensor] | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> tuple[Fitted, dict[str, Tensor]]:
     """A head, trained and judged, and its best weights, for `Trainee.load`.
 
-    `file` is where the end is kept for a next process, with the best weights where these are `wanted`.
+    `file` is where the end is kept for a next process, with the best weights where these are `wanted`;
+    `start` has some of the weights to begin with, where not all are the head's own.
     """
     device = setting.parts.held_out.targets.device
 
     def make() -> Trainee:
-        return Trainee(head, setting, seed).to(device)
+        made = Trainee(head, setting, seed).to(device)
+        made.load(start or {}, some=True)
+        return made
 
-    of = "" if file is None else _digest(setting, head, dataclasses.asdict(plan), wanted, seed=seed)
+    of = ""
+    if file is not None:
+        of = _digest(setting, head, dataclasses.asdict(plan), wanted, seed=seed, begun=start or {})
     kept = None if file is None else checkpoints.read(file, of)
     facts = checkpoints.finished(kept)
     if kept is not None and facts is not None:
@@ -76,7 +89,36 @@ def train(
     return Fitted(losses=losses, divergences=divergences, **facts), found.weights
 
 
-def _digest(setting: Setting, head: Head, *plans: Any, seed: int) -> str:
+def train_in_turn(
+    setting: Setting,
+    head: Head,
+    plan: loop.Plan,
+    *,
+    seed: int,
+    file: Path | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> tuple[Fitted, dict[str, Tensor]]:
+    """As `train`: first what a head adds to W, then W as well, each for half of the passes."""
+    fixed = dataclasses.replace(setting, matrix=False)
+    if not setting.matrix or not Trainee(head, fixed, seed).trained():
+        return train(setting, head, plan, seed=seed, file=file, progress=progress)
+    half = dataclasses.replace(plan, epochs=max(LEAST_EPOCHS, plan.epochs // 2))
+    first, weights = train(
+        fixed, head, half, seed=seed, file=None if file is None else file.with_stem(f"{file.stem}-fixed"),
+        progress=lambda share: progress(0.5 * share),
+    )  # fmt: skip
+    found, weights = train(
+        setting, head, half, seed=seed, file=file, start=weights,
+        progress=lambda share: progress(0.5 + 0.5 * share),
+    )  # fmt: skip
+    last = first.curve[-1][0]
+    return dataclasses.replace(
+        found, rate=first.rate, steps=first.steps + found.steps,
+        curve=(*first.curve, *((last + steps, loss) for steps, loss in found.curve[1:])),
+    ), weights  # fmt: skip
+
+
+def _digest(setting: Setting, head: Head, *plans: Any, seed: int, begun: Mapping[str, Tensor]) -> str:
     """Of all that a training's numbers depend on."""
     start = Trainee(head, setting, seed)
     # W is in the setting's own, and large.
@@ -91,4 +133,6 @@ def _digest(setting: Setting, head: Head, *plans: Any, seed: int) -> str:
         for name, module in start.head.named_modules()
     ]
     tensors = [parameter for name, parameter in start.trained() if not (known and name == "matrix")]
-    return checkpoints.digest(setting.digest, head.name, modules, plans, seed, start.batch, *tensors)
+    return checkpoints.digest(
+        setting.digest, head.name, modules, plans, seed, start.batch, [*begun], *tensors, *begun.values()
+    )
