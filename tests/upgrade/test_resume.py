@@ -224,13 +224,16 @@ def test_a_comparison_that_was_done_is_read_and_not_made(
         return comparison.compare(setting, heads, settings=settings, directory=tmp_path)
 
     first = compared()
-    # A file a training: of the refit, the controls and the heads, with a second seed for two of them.
+    # A file a training: of the refit, the controls and the heads, with a second seed for two of them; what
+    # has parameters beside W is trained without it first.
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")}
     again = {first.best, first.control} - {comparison.ORIGINAL}
-    assert files == {
-        *(f"{name}/seed0.safetensors" for name in ("refit", *first.fits)),
-        *(f"{name}/seed1.safetensors" for name in again),
+    trainings = {
+        *(f"{name}/seed0" for name in ("refit", *first.fits)),
+        *(f"{name}/seed1" for name in again),
     }
+    apart = {f"{one}-fixed" for one in trainings if not one.startswith(("refit", "sigsoftmax"))}
+    assert files == {f"{one}.safetensors" for one in trainings | apart}
     monkeypatch.setattr(loop.Run, "advance", None)
     second = compared()
     assert second.gain(second.best) == first.gain(first.best)

@@ -98,20 +98,23 @@ def train_in_turn(
     file: Path | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> tuple[Fitted, dict[str, Tensor]]:
-    """As `train`: first what a head adds to W, then W as well, each for half of the passes."""
+    """As `train`: first what a head adds to W, for half of the passes at most, then W as well."""
     fixed = dataclasses.replace(setting, matrix=False)
-    if not setting.matrix or not Trainee(head, fixed, seed).trained():
+    alone = Trainee(head, fixed, seed)
+    if not setting.matrix or not alone.trained():
         return train(setting, head, plan, seed=seed, file=file, progress=progress)
+    each = max(1, alone.examples // alone.batch)
     half = dataclasses.replace(plan, epochs=max(LEAST_EPOCHS, plan.epochs // 2))
     first, weights = train(
         fixed, head, half, seed=seed, file=None if file is None else file.with_stem(f"{file.stem}-fixed"),
         progress=lambda share: progress(0.5 * share),
     )  # fmt: skip
+    last = first.curve[-1][0]
+    rest = max(LEAST_EPOCHS, plan.epochs - last // each)
     found, weights = train(
-        setting, head, half, seed=seed, file=file, start=weights,
+        setting, head, dataclasses.replace(plan, epochs=rest), seed=seed, file=file, start=weights,
         progress=lambda share: progress(0.5 + 0.5 * share),
     )  # fmt: skip
-    last = first.curve[-1][0]
     return dataclasses.replace(
         found, rate=first.rate, steps=first.steps + found.steps,
         curve=(*first.curve, *((last + steps, loss) for steps, loss in found.curve[1:])),

@@ -142,9 +142,18 @@ def claim(path: Path, config: Config, digest: str, parent: dict[str, Any] | None
 def link_tokens(built: Path, into: Path) -> None:
     """Make the token files part of the run without a second copy on disk, where the file system can."""
     there = into / built.name
-    there.mkdir(parents=True, exist_ok=True)
-    for file in built.iterdir():
-        _link(file, there / file.name, there / f".{file.name}")
+    try:
+        there.mkdir(parents=True, exist_ok=True)
+        for file in built.iterdir():
+            own = there / file.name
+            # Written whole, in a folder that is named by what they hold: a copy is not made again.
+            if not own.exists() or own.stat().st_size != file.stat().st_size:
+                _link(file, own, there / f".{file.name}")
+    except OSError as error:
+        raise FullrankError(
+            f"the tokens of the run cannot be written to {there}: {error.strerror}. Make room, then run the "
+            "same command again"
+        ) from error
 
 
 def publish(stored: Path) -> None:
