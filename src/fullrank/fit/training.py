@@ -101,7 +101,8 @@ def train_in_turn(
     """As `train`: first what a head adds to W, for half of the passes at most, then W as well."""
     fixed = dataclasses.replace(setting, matrix=False)
     alone = Trainee(head, fixed, seed)
-    if not setting.matrix or not alone.trained():
+    # With an estimated normaliser a pass is dear, and few rows of W are trained.
+    if not setting.matrix or setting.sampled is not None or not alone.trained():
         return train(setting, head, plan, seed=seed, file=file, progress=progress)
     each = max(1, alone.examples // alone.batch)
     half = dataclasses.replace(plan, epochs=max(LEAST_EPOCHS, plan.epochs // 2))
