@@ -97,7 +97,11 @@ def test_a_study_runs_once_goes_on_and_is_drawn(place: Place, monkeypatch: pytes
 
 
 def test_runs_after_the_file_has_changed_are_marked(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid, "train", lambda spec, place: made_by_hand(spec.name, 1.0, arm="a"))
+    def train(spec: Spec, place: Place) -> GridRun:
+        (place.out / "runs" / spec.name).mkdir(parents=True)
+        return made_by_hand(spec.name, 1.0, arm="a")
+
+    monkeypatch.setattr(grid, "train", train)
     grid.run(STUDY, place, Extent(seeds=1))
     monkeypatch.setattr(Study, "digest", property(lambda self: "another"))
     record = grid.run(STUDY, place, Extent(seeds=2))
@@ -107,6 +111,19 @@ def test_runs_after_the_file_has_changed_are_marked(place: Place, monkeypatch: p
     found, _ = load(place.out / "results.json")
     assert isinstance(found, Grid)
     assert found.runs == record.runs
+
+
+def test_a_branch_waits_for_the_machine_that_has_its_parent(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "train", lambda spec, place: made_by_hand(spec.name, 1.0, arm="a"))
+    record = grid.run(STUDY, place, Extent(seeds=2))
+    assert [run.name for run in record.runs] == ["seed0", "seed1"]
+    assert record.missing == ("branch",)
+    (place.out / "runs" / "seed0").mkdir(parents=True)
+    assert grid.run(STUDY, place, Extent(seeds=2)).missing == ()
+    with pytest.raises(FullrankError, match="--scale 1, not"):
+        grid.run(STUDY, place, Extent(seeds=2, scale=0.5))
 
 
 def test_two_runs_of_one_name_are_refused(place: Place) -> None:

@@ -107,3 +107,5 @@ class Grid:
     missing: tuple[str, ...]
     """Runs that the plan has and nobody has made yet."""
     answers: tuple[GridAnswer, ...]
+    scale: float = 1.0
+    """Of the length of all runs, as --scale had it."""

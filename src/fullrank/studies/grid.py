@@ -7,7 +7,8 @@ done, as where rates are tuned first; it says the same for the same runs.
     run       trains what the plan has and the record lacks, each with the engine of `fullrank train` under
               `out`/runs, and writes results.json after every run
     budget    after `seconds` no run begins. What is in `out`/results.json is not run again, on whatever
-              machine: that file alone has to travel. A run that was cut off goes on where its directory is
+              machine: that file alone has to travel. A run that was cut off goes on where its directory
+              is, and one that branches from another is made where that other's directory is
     changed   a study whose file is not what it was when its first run began marks its further runs as made
               after looking
 
@@ -77,7 +78,7 @@ def run(
             plan = study.plan(done, extent)
             _check(plan)
             waiting = [spec for spec in plan if spec.name not in done]
-            ready = [spec for spec in waiting if not spec.branch or spec.branch.partition("@")[0] in done]
+            ready = [spec for spec in waiting if _can_begin(spec, done, place)]
             record = dataclasses.replace(record, missing=tuple(spec.name for spec in waiting))
             busy = len(trainer.running)
             if time.monotonic() - begun < place.seconds:
@@ -104,11 +105,21 @@ def _begun(study: Study, place: Place, extent: Extent) -> Grid:
         record, _ = load(file)
         if not isinstance(record, Grid) or record.name != study.name or record.small != extent.small:
             raise FullrankError(f"{file} is not of this study: choose another --out")
+        if record.scale != extent.scale:
+            raise FullrankError(
+                f"{file} has runs of --scale {record.scale:g}, not {extent.scale:g}: choose another --out"
+            )
         return record
     return Grid(
         name=study.name, statement=study.statement, declared=study.digest, small=extent.small,
-        runs=(), missing=(), answers=(),
+        runs=(), missing=(), answers=(), scale=extent.scale,
     )  # fmt: skip
+
+
+def _can_begin(spec: Spec, done: Done, place: Place) -> bool:
+    """A branch needs the snapshots of its parent, which stay on the machine that trained it."""
+    parent = spec.branch.partition("@")[0]
+    return not parent or (parent in done and (place.out / "runs" / parent).is_dir())
 
 
 def _check(plan: Sequence[Spec]) -> None:

@@ -23,8 +23,8 @@ STATEMENT = Statement(
     hypothesis="Below some width the loss turns before the end of training at a constant rate, and the "
     "head's effective rank falls before the loss rises (Godey et al., 2404.07647).",
     comparison="Widths 32 to 512 under one rule of initialisation, rates tuned a width on a quarter of the "
-    "run; the narrower the longer, 524 million tokens at 32 and 66 million from 256 on; constant rate "
-    "against a fall at the end (WSD); three seeds.",
+    "run; the narrower the longer, 16,000 steps of 8,192 tokens at 32 and 2,000 from 256 on, times --scale; "
+    "constant rate against a fall at the end (WSD); three seeds.",
     smallest=0.01,
     rule="A run has turned where the test of series says so at 1%, corrected over all runs of the study. A "
     "width turns where all its seeds do, and does not where none may have; else it is undecided. A monitor "
@@ -33,7 +33,7 @@ STATEMENT = Statement(
 
 WIDTHS = (32, 64, 128, 256, 512)
 SMALL_WIDTHS = (16, 32)
-RATES = (0.5, 1.0, 2.0)
+RATES = (1.0, 2.0, 4.0)
 """Of the recipe's own, which follows the width."""
 MOVING = ("head_effective_rank_share", "anisotropy", "state_outlier")
 
