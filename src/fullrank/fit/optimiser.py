@@ -166,7 +166,11 @@ def settling(config: OptimiserConfig) -> int:
 
 def set_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
     for group in optimiser.param_groups:
-        group["lr"] = value * group.get("factor", 1.0)
+        rate = value * group.get("factor", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def stopped_improving(history: list[float], patience: int) -> bool:

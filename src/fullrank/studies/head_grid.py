@@ -35,13 +35,14 @@ STATEMENT = Statement(
 HEADS: Mapping[str, tuple[str, int]] = {
     "softmax": ("softmax", 1),
     "sigsoftmax": ("sigsoftmax", 1),
-    "plif": ("plif", 1),
     "mos2": ("mos", 2),
     "mos4": ("mos", 4),
     "mos16": ("mos", 16),
     "trunk10": ("trunk", 10),
     "doc4": ("doc", 4),
+    "plif": ("plif", 1),
 }
+"""The last has no kernels and is the dearest."""
 SMALL_HEADS = ("softmax", "mos2")
 WIDTHS, SMALL_WIDTHS = (64, 128), (16,)
 RATES = (1.0, 2.0, 4.0)

@@ -107,7 +107,7 @@ class PenaltyConfig:
 HOW = frozenset(
     {
         "accumulate", "steps", "epochs", "budget", "evaluate_every", "evaluate_tokens", "final_tokens",
-        "evaluate_batch", "checkpoint_every", "keep", "snapshot_every", "skip", "compile",
+        "evaluate_batch", "checkpoint_every", "keep", "snapshot_every", "skip", "compile", "graph",
     }
 )  # fmt: skip
 """Settings of how a run goes, which may change when it is continued; all others are what it learns."""
@@ -177,6 +177,8 @@ class Config:
     """Of the products; weights and sums are fp32. auto: bf16 on a GPU that has it, else fp32."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for the body; auto: a transformer on a GPU."""
+    graph: Literal["auto", "off"] = "auto"
+    """A step as one CUDA graph; auto: where the GPU waits for launches more than for products."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -22,9 +22,11 @@ from fullrank.errors import FullrankError
 from fullrank.fit import optimiser
 from fullrank.heads.vocab_parallel import VocabParallelHead, clip_gradients, ignored_parameters, shard
 from fullrank.models import FullrankForCausalLM
+from fullrank.models.flops import training_flops
 from fullrank.text.store import Corpus
 from fullrank.train import evaluate, folder, weights
 from fullrank.train.batches import Batch
+from fullrank.train.captured import SMALL, WARM, CapturedStep, can_capture
 from fullrank.train.checkpoint import Stored
 from fullrank.train.config import Config
 from fullrank.train.model import build, start_at_unigram, width_factors
@@ -67,6 +69,8 @@ class Learner:
         self._spread(vocab_parallel=vocab_parallel, fsdp=fsdp)
         self.average: optimiser.Average | None = None
         self.carried: Carried = ()
+        self._captured: CapturedStep | None = None
+        self._warm = 0
         if stored is not None:
             self._restore(stored)
 
@@ -127,6 +131,15 @@ class Learner:
             # In place, so that names and checkpoints know nothing of it. The head's loss is compiled already.
             self.bare.model.compile(dynamic=False)
         self.sharded = vocab_parallel or fsdp
+        self.captures = (
+            config.graph == "auto"
+            and compiled
+            and self.machine.num_processes == 1
+            and not (self.sharded or config.jitter or self.penalties)
+            and can_capture(self.inner_optimiser)
+            and training_flops(self.bare, config.length) * config.batch * config.length < SMALL
+        )
+        """Whether a step is one CUDA graph."""
         self.plain: FullrankForCausalLM | None = None
         """The whole copy of a sharded model, on the main process."""
         if self.sharded and self.machine.is_main_process:
@@ -172,6 +185,22 @@ class Learner:
         if batch.fresh:
             self.carried = ()
         optimiser.set_rate(self.inner_optimiser, rate)
+        if self.captures and self._captured is None:
+            self._capture(ids, targets)
+        return (self._captured or self._step)(ids, targets)
+
+    def _capture(self, ids: Tensor, targets: Tensor) -> None:
+        """Once kernels are compiled and chosen. What cannot be captured goes on without."""
+        self._warm += 1
+        if self._warm <= WARM:
+            return
+        try:
+            self._captured = CapturedStep(self._step, self.inner_optimiser, ids, targets)
+        except RuntimeError:
+            self.captures = False
+            self.optimiser.zero_grad(set_to_none=True)
+
+    def _step(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         nll = self._gradients(ids, targets)
         norm = self._clip()
         good = torch.isfinite(norm)
