@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from fullrank.train import checkpoint, folder
+from fullrank.train.batches import Batch
+from fullrank.train.captured import WARM, CapturedStep
 from fullrank.train.config import Config, override
+from fullrank.train.learner import Learner
 from fullrank.train.loop import Options, Outcome, Show, train
 from fullrank.train.objective import Objective
 from fullrank.train.recipes import recipe
@@ -114,21 +117,60 @@ def test_a_run_of_a_gpu_goes_on_without_one(text: Path, tmp_path: Path) -> None:
 def test_a_bad_step_is_left_out(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    forward, seen = Objective.forward, [0]
+    # A tensor, which a step that is one graph reads at every replay.
+    forward, step, seen, spoil = Objective.forward, Learner.step, [0], torch.ones((), device="cuda")
 
     def spoilt(objective: Objective, *inputs: Any) -> Any:
         found = forward(objective, *inputs)
+        return found._replace(value=found.value * spoil)
+
+    def counted(learner: Learner, batch: Batch, rate: float) -> Any:
         seen[0] += 1
-        return found._replace(value=found.value * math.nan) if seen[0] in (4, 5) else found
+        spoil.fill_(math.nan if seen[0] in (6, 7) else 1.0)
+        return step(learner, batch, rate)
 
     monkeypatch.setattr(Objective, "forward", spoilt)
+    monkeypatch.setattr(Learner, "step", counted)
     out = tmp_path / "run"
     settings = config(f"optimiser.name={name}", "checkpoint_every=1", "keep=20", "compile=off")
     assert run(text, out, settings).reason == "finished"
-    before, after, later = weights(out, 3), weights(out, 5), weights(out, 6)
+    before, after, later = weights(out, 5), weights(out, 7), weights(out, 8)
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert any(not torch.equal(after[key], later[key]) for key in after)
     assert sum(line.get("skipped", 0) for line in log(out, "train")) == 2
+
+
+@pytest.mark.parametrize("head", ["softmax", "sigsoftmax", "mos", "trunk", "doc", "plif"])
+def test_a_step_as_one_graph_learns_the_same(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    replay, seen = CapturedStep.__call__, [0]
+
+    def counted(captured: CapturedStep, *inputs: Any) -> Any:
+        seen[0] += 1
+        return replay(captured, *inputs)
+
+    monkeypatch.setattr(CapturedStep, "__call__", counted)
+    settings = ["precision=fp32", "compile=off", "optimiser.warmup=0.5"]
+    run(text, tmp_path / "graph", config(*settings, head=head))
+    assert seen[0] == 12 - WARM
+    run(text, tmp_path / "plain", config(*settings, "graph=off", head=head))
+    assert seen[0] == 12 - WARM
+    for event in ("train", "evaluate"):
+        pairs = zip(log(tmp_path / "graph", event), log(tmp_path / "plain", event), strict=True)
+        for one, other in pairs:
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
+    for tensor, other in zip(
+        weights(tmp_path / "graph", 12).values(), weights(tmp_path / "plain", 12).values(), strict=True
+    ):
+        torch.testing.assert_close(tensor, other, rtol=1e-2, atol=1e-3)
+
+
+def test_a_head_that_asks_the_device_trains_without_a_graph(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(text, out, config("steps=60", "optimiser.lr=0.01", head="pointer")).reason == "finished"
+    first, *_, last = log(out, "evaluate")
+    assert last["loss"] < first["loss"]
 
 
 def test_an_lstm_carries_its_state(text: Path, tmp_path: Path) -> None:

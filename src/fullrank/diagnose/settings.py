@@ -16,7 +16,7 @@ LARGEST_BUFFER = 1 << 29
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How much work a diagnosis does. The defaults take SmolLM2-135M four minutes on two cores."""
+    """How much work a diagnosis does. The defaults take SmolLM2-135M under six minutes on two cores."""
 
     tokens: int | None = None
     """Tokens of text to run the model on; None: as many as `body_work` pays for."""

@@ -100,7 +100,8 @@ class _Beside:
             try:
                 name, found, error = self.back.get(timeout=POLL)
             except queue.Empty:
-                if not all(one.is_alive() for one in self.processes):
+                # A signal to all of them ends these first.
+                if not self.told and not all(one.is_alive() for one in self.processes):
                     # Which run was its one nobody knows, and the others would be waited with for ever.
                     names = ", ".join(self.running)
                     self.close()

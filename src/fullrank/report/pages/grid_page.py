@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fullrank.report.charts.axis import Axis
 from fullrank.report.charts.curves import Curves, Point, Trace
@@ -13,7 +13,7 @@ from fullrank.report.figures import figure, number
 from fullrank.report.page import Column, Page, Section, Table, draw
 from fullrank.report.pages.attention_grid_section import sections as attention_sections
 from fullrank.report.text import shown
-from fullrank.results.grid import Grid, GridRun
+from fullrank.results.grid import Grid, GridAnswer, GridRun
 
 STYLES = ("line", "dashed", "dotted")
 
@@ -58,17 +58,14 @@ def _warnings(record: Grid) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _decided(record: Grid) -> Section:
-    # One axis has one unit; what has another stands in the table.
-    unit = record.statement.unit
-    rows = [
-        one
-        for one in record.answers
-        if one.effect is not None and math.isfinite(one.effect.low) and one.unit == unit
-    ]
+def effects(record: Grid, wanted: Callable[[GridAnswer], bool] = lambda one: True) -> Intervals:
+    """What was decided, beside zero and the smallest effect of interest. One axis has one unit: answers in
+    another are left out."""
+    unit, smallest = record.statement.unit, record.statement.smallest
     marks, figures = [], []
-    for one in rows:
-        assert one.effect is not None
+    for one in record.answers:
+        if one.effect is None or not math.isfinite(one.effect.low) or one.unit != unit or not wanted(one):
+            continue
         figures.append(figure(one.effect))
         marks.append(
             Mark(
@@ -76,8 +73,7 @@ def _decided(record: Grid) -> Section:
                 high=one.effect.high, colour=HIGH_RANK_COLOUR, summary=shown(one.sentence, 400),
             )
         )  # fmt: skip
-    smallest = record.statement.smallest
-    picture = Intervals(
+    return Intervals(
         x=Axis(title=shown(unit)), rows=tuple(mark.row for mark in marks), marks=tuple(marks),
         models=("effect",), figures=tuple(figures), lines=(-smallest, 0.0, smallest),
         legend=(
@@ -85,8 +81,12 @@ def _decided(record: Grid) -> Section:
             Key(label="zero and the smallest effect of interest", colour=REFERENCE, mark="line"),
         ),
     )  # fmt: skip
+
+
+def _decided(record: Grid) -> Section:
+    picture = effects(record)
     chart = None
-    if marks and picture.drawable():
+    if picture.marks and picture.drawable():
         chart = draw(
             picture.specification, name="Effects", description="All figures are in the table below.",
             legend=picture.legend,
