@@ -59,7 +59,7 @@ def record(
     )  # fmt: skip
     better: dict[str, Any] = {
         "original": around(3.0), "fits": fits, "best": "mos", "best_gain": gain, "seeds": 1,
-        "fit_tokens": 571, "held_out_tokens": 286, "trained_rows": 500, "control": "softmax",
+        "fit_tokens": 571_000, "held_out_tokens": 286_000, "trained_rows": 500, "control": "softmax",
         "refit_gain": around(0.01), "power": power,
     }  # fmt: skip
     return Diagnosis(
@@ -105,6 +105,18 @@ def test_held_back() -> None:
     assert "a gain of 0.0080 would have been seen" in found.lines[1]
     assert found.next == "fullrank upgrade models/tiny --head mos --components 4 --train TEXT"
     assert found.next in found.lines[2]
+
+
+def test_no_upper_end_where_learning_the_matrix_costs_more_than_the_gain() -> None:
+    # 500 rows of width 64 cost 32,000 / 2N nats: 0.0551 with 290,000 tokens, 0.0549 with 292,000.
+    for tokens, closed in ((290_000, False), (292_000, True)):
+        found = checked(record(around(0.05), fit_tokens=tokens))
+        assert found.outcome == HELD_BACK
+        assert found.gain is not None
+        assert math.isfinite(found.gain.high) is closed
+        assert ("at least 5.4%" in found.lines[0]) is not closed
+        assert ("or more) is there" in found.lines[1]) is not closed
+        assert (f"{tokens:,} tokens" in found.lines[1]) is not closed
 
 
 def test_a_head_without_components_is_upgraded_to_without_them() -> None:

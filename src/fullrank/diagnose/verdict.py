@@ -10,7 +10,9 @@ By how much: fits to finite text find less than is there. A head pays for every 
 noise, about the same whatever it gains, and so does the planted gain's, in the same states with as many
 tokens; what was missed of that is added to what was found (a bootstrap's correction of bias), once for the
 figure and twice for the upper end of its interval. The lower end is what was found. Where the fits did not
-come to their end, or missed most of what was planted, there is no upper end.
+come to their end, or missed most of what was planted, there is no upper end; nor where learning W from this
+text costs more than the gain, (rows D) / 2N nats for N tokens: what is planted moves rows over W as it is,
+and says nothing of what another W would bring.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def verdict(record: Diagnosis) -> Verdict:
             next="",
         )  # fmt: skip
     smallest = smallest_seen(found)
-    gain, outcome = there(found, smallest), outcome_of(found, smallest)
+    gain, outcome = there(found, smallest, record.model.width), outcome_of(found, smallest)
     command = _next(record, found, outcome)
     return Verdict(
         outcome=outcome,
@@ -69,7 +71,7 @@ def smallest_seen(found: BetterHead) -> float:
     return DETECTED * error if _converged(found) else math.inf
 
 
-def there(found: BetterHead, smallest: float) -> Estimate:
+def there(found: BetterHead, smallest: float, width: int) -> Estimate:
     """Nats per token that a better head would gain: found, and missed."""
     gain, tried = found.best_gain, found.power
     if not _seen(gain):
@@ -77,7 +79,10 @@ def there(found: BetterHead, smallest: float) -> Estimate:
     if tried is None or not math.isfinite(smallest) or not _converged(found):
         return dataclasses.replace(gain, high=math.inf)
     missed = max(0.0, tried.planted.value - tried.found.value)
-    return Estimate(value=gain.value + missed, low=gain.low, high=gain.high + 2 * missed)
+    high = gain.high + 2 * missed
+    if found.trained_rows * width > 2 * found.fit_tokens * (gain.value + missed):
+        high = math.inf
+    return Estimate(value=gain.value + missed, low=gain.low, high=high)
 
 
 def _seen(gain: Estimate) -> bool:
@@ -125,6 +130,11 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
         rest = f"a gain of {smallest:.4f} or more would have been seen if the fits can find it (not tested)"
     elif tried is None:
         rest = "there is too little text to say what would have been seen"
+    elif _seen(measured) and not math.isfinite(gain.high):
+        rest = (
+            f"{planted}, so that {_nats(gain)} is there, which is little beside what W costs to learn from "
+            f"{found.fit_tokens:,} tokens; a gain of {smallest:.4f} would have been seen"
+        )
     elif _seen(measured):
         rest = f"{planted}, so that {_nats(gain)} is there; a gain of {smallest:.4f} would have been seen"
     else:

@@ -236,9 +236,7 @@ def compare(
             # One seed races the learning rates, the others take its choice.
             plan = dataclasses.replace(plan, rates=(rate,))
         where = None if directory is None else directory / name / f"seed{settings.seed + seed}.safetensors"
-        # The refit is of W itself.
-        train = training.train if name == "refit" else training.train_in_turn
-        found = train(
+        found = training.train_in_turn(
             setting, head, plan, seed=settings.seed + seed, file=where,
             progress=lambda share: progress(f"fitting {name}", (done + share) / jobs),
         )  # fmt: skip

@@ -167,8 +167,7 @@ def measure(
     truth = made.losses(rows, states, held_out.targets.flatten(), limit)
 
     def fit(setting: Setting, one: Head, label: str, place: int) -> tuple[training.Fitted, dict[str, Tensor]]:
-        train = training.train if one is setting.plain else training.train_in_turn
-        return train(
+        return training.train_in_turn(
             setting, one, comparison.plan_for(setting, one, settings), seed=settings.seed,
             progress=lambda share: progress(label, (place + share) / 3),
         )  # fmt: skip

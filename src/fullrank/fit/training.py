@@ -98,11 +98,13 @@ def train_in_turn(
     file: Path | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> tuple[Fitted, dict[str, Tensor]]:
-    """As `train`: first what a head adds to W, for half of the passes at most, then W as well."""
+    """As `train`: first what a head adds to W, for half of the passes at most, then W as well, at the rate
+    that the first part has raced."""
     fixed = dataclasses.replace(setting, matrix=False)
     alone = Trainee(head, fixed, seed)
-    # With an estimated normaliser a pass is dear, and few rows of W are trained.
-    if not setting.matrix or setting.sampled is not None or not alone.trained():
+    # The plain head is W itself. With an estimated normaliser a pass is dear, and few rows of W are trained.
+    whole = head is setting.plain or setting.sampled is not None or not alone.trained()
+    if not setting.matrix or whole:
         return train(setting, head, plan, seed=seed, file=file, progress=progress)
     each = max(1, alone.examples // alone.batch)
     half = dataclasses.replace(plan, epochs=max(LEAST_EPOCHS, plan.epochs // 2))
@@ -113,7 +115,8 @@ def train_in_turn(
     last = first.curve[-1][0]
     rest = max(LEAST_EPOCHS, plan.epochs - last // each)
     found, weights = train(
-        setting, head, dataclasses.replace(plan, epochs=rest), seed=seed, file=file, start=weights,
+        setting, head, dataclasses.replace(plan, epochs=rest, rates=(first.rate,)), seed=seed, file=file,
+        start=weights,
         progress=lambda share: progress(0.5 + 0.5 * share),
     )  # fmt: skip
     return dataclasses.replace(
