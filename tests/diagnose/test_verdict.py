@@ -107,6 +107,15 @@ def test_held_back() -> None:
     assert found.next in found.lines[2]
 
 
+def test_what_too_little_text_costs_is_no_heads_loss() -> None:
+    lost = {"refit_gain": around(-0.06), "control": "original", "fit_tokens": 2044}
+    found = checked(record(around(-0.05), power=None, **lost))
+    assert found.outcome == UNDECIDED
+    assert "comes to -0.0500" in found.lines[1]
+    assert "of which -0.0600 is what any refit to 2,044 tokens loses" in found.lines[1]
+    assert "any refit" not in checked(record(around(0.05))).lines[1]
+
+
 def test_no_upper_end_where_learning_the_matrix_costs_more_than_the_gain() -> None:
     # 500 rows of width 64 cost 32,000 / 2N nats: 0.0551 with 290,000 tokens, 0.0549 with 292,000.
     for tokens, closed in ((290_000, False), (292_000, True)):

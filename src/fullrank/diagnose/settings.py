@@ -50,13 +50,13 @@ class Settings:
 USUAL = Settings()
 
 QUICK = Settings(
-    body_work=1.2e12,
+    body_work=1e12,
     most_tokens=1 << 15,
     heads=("mos",),
     seeds=1,
     fit_work=3e11,
     power=False,
-    search_seconds=8.0,
+    search_seconds=4.0,
     gradient_tokens=256,
     attention_loss_tokens=512,
 )

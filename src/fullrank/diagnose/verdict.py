@@ -119,6 +119,9 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
     kind = f"{found.best} with {fit.components} components" if fit.components > 1 else found.best
     sure = f"{kind} gains" if measured.low > 0 else f"The best head tried, {kind}, comes to"
     words = f"{sure} {_nats(measured)} nats per token over {_control(found.control)}"
+    refit = found.refit_gain
+    if refit is not None and refit.high < 0:
+        words += f", of which {refit.value:+.4f} is what any refit to {found.fit_tokens:,} tokens loses"
     planted = ""
     if tried is not None:
         planted = f"of a planted {tried.planted.value:.3f} the same fits find {tried.found.value:.3f}"
