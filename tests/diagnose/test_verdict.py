@@ -196,6 +196,11 @@ def test_without_power_the_spread_speaks_and_says_that_nothing_was_planted() -> 
     # 2.8 standard errors, of which an interval is 3.92 long.
     assert quick.smallest == pytest.approx(2.8 * 0.008 / 3.92)
     assert "(not tested)" in quick.lines[1]
+    # A head that never moved differs from its control nowhere, which is no power.
+    still = checked(record(around(0.0, 1e-9), power=None))
+    assert still.outcome == UNDECIDED
+    assert math.isinf(still.smallest)
+    assert "stayed about where it began" in still.lines[1]
     wide = checked(record(around(0.0, 0.1), power=None))
     assert wide.outcome == UNDECIDED
     assert "without --quick" in wide.next

@@ -67,8 +67,9 @@ def smallest_seen(found: BetterHead) -> float:
     if found.power is not None:
         return found.power.smallest
     gain = found.best_gain
-    error = (gain.high - gain.low) / (2 * 1.96)
-    return DETECTED * error if _converged(found) else math.inf
+    seen = DETECTED * (gain.high - gain.low) / (2 * 1.96)
+    # A head that stayed where it began has no spread, and says nothing.
+    return seen if _converged(found) and seen >= LEAST else math.inf
 
 
 def there(found: BetterHead, smallest: float, width: int) -> Estimate:
@@ -132,7 +133,7 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
     elif tried is None and math.isfinite(smallest):
         rest = f"a gain of {smallest:.4f} or more would have been seen if the fits can find it (not tested)"
     elif tried is None:
-        rest = "there is too little text to say what would have been seen"
+        rest = "it stayed about where it began, and what would have been seen was not tested"
     elif _seen(measured) and not math.isfinite(gain.high):
         rest = (
             f"{planted}, so that {_nats(gain)} is there, which is little beside what W costs to learn from "
