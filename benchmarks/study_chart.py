@@ -1,6 +1,7 @@
 """Draw docs/study_NAME.svg from the record of a study: the effects that docs/findings.md speaks of.
 
-python -m benchmarks.study_chart results/study_heads.json --without "equal compute"
+python -m benchmarks.study_chart results/study_heads.json --without "equal compute" doc4
+    --strip " at width 64"
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import dataclasses
 import math
 
 from fullrank.diagnose.settings import THOROUGH
+from fullrank.fit.comparison import ORIGINAL
 from fullrank.fit.power import DETECTED
 from fullrank.results.diagnosis import BetterHead, Diagnosis, Estimate, Verdict
 
@@ -121,7 +122,7 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
     sure = f"{kind} gains" if measured.low > 0 else f"The best head tried, {kind}, comes to"
     words = f"{sure} {_nats(measured)} nats per token over {_control(found.control)}"
     refit = found.refit_gain
-    if refit is not None and refit.high < 0:
+    if found.control == ORIGINAL and refit is not None and refit.high < 0:
         words += f", of which {refit.value:+.4f} is what any refit to {found.fit_tokens:,} tokens loses"
     planted = ""
     if tried is not None:
@@ -148,7 +149,7 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
 
 def _control(name: str) -> str:
     return {
-        "original": "the output layer as it is",
+        ORIGINAL: "the output layer as it is",
         "softmax": "the same softmax refitted to this text",
         "softmax_equal": "a softmax of equal parameters",
     }.get(name, "the better control")
