@@ -171,6 +171,8 @@ def test_a_head_that_asks_the_device_trains_without_a_graph(text: Path, tmp_path
     assert run(text, out, config("steps=60", "optimiser.lr=0.01", head="pointer")).reason == "finished"
     first, *_, last = log(out, "evaluate")
     assert last["loss"] < first["loss"]
+    # Whoever draws afterwards in this process.
+    assert torch.randn(3, device="cuda").isfinite().all()
 
 
 def test_an_lstm_carries_its_state(text: Path, tmp_path: Path) -> None:

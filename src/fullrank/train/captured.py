@@ -3,15 +3,21 @@
 A graph repeats what was launched while it was captured, at the same addresses: weights, gradients and the
 optimiser's state stay where they are, batches are copied into place, and rates are tensors that are filled.
 So all batches have one shape, nothing on the way asks the device for a value, and randomness is the
-generator's as it stands before a replay.
+generator's as it stands before a replay. A capture that fails leaves the process with a stream and a
+generator that still wait for its end, so what asks the device is looked for before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from fullrank.errors import FullrankError
 
 WARM = 3
 """Steps without a graph, in which kernels are compiled and chosen."""
@@ -22,6 +28,24 @@ behind products and the memory that a graph keeps is better spent otherwise."""
 
 def can_capture(optimiser: torch.optim.Optimizer) -> bool:
     return isinstance(optimiser, torch.optim.AdamW) and bool(optimiser.defaults.get("fused"))
+
+
+@contextlib.contextmanager
+def asks_the_device() -> Iterator[list[str]]:
+    """Files that wait for the device within, filled at the end; transformers waits only out of captures."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [
+        one.filename
+        for one in said
+        if "called a synchronizing" in str(one.message) and "transformers" not in Path(one.filename).parts
+    ]
 
 
 class CapturedStep:
@@ -39,8 +63,14 @@ class CapturedStep:
             group["lr"] = torch.tensor(float(group["lr"]), device=ids.device)
             group["capturable"] = True
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.found = update(self.ids, self.targets)
+        try:
+            with torch.cuda.graph(self.graph):
+                self.found = update(self.ids, self.targets)
+        except RuntimeError as error:
+            raise FullrankError(
+                f"a step of this model cannot be one CUDA graph ({str(error).splitlines()[0]}): "
+                "the same command goes on with --set graph=off"
+            ) from error
 
     def __call__(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         self.ids.copy_(ids, non_blocking=True)

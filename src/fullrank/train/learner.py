@@ -26,7 +26,7 @@ from fullrank.models.flops import training_flops
 from fullrank.text.store import Corpus
 from fullrank.train import evaluate, folder, weights
 from fullrank.train.batches import Batch
-from fullrank.train.captured import SMALL, WARM, CapturedStep, can_capture
+from fullrank.train.captured import SMALL, WARM, CapturedStep, asks_the_device, can_capture
 from fullrank.train.checkpoint import Stored
 from fullrank.train.config import Config
 from fullrank.train.model import build, start_at_unigram, width_factors
@@ -186,19 +186,21 @@ class Learner:
             self.carried = ()
         optimiser.set_rate(self.inner_optimiser, rate)
         if self.captures and self._captured is None:
-            self._capture(ids, targets)
+            return self._warming(ids, targets)
         return (self._captured or self._step)(ids, targets)
 
-    def _capture(self, ids: Tensor, targets: Tensor) -> None:
-        """Once kernels are compiled and chosen. What cannot be captured goes on without."""
+    def _warming(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Steps in which kernels are compiled and chosen; the last one says whether a graph can follow."""
         self._warm += 1
-        if self._warm <= WARM:
-            return
-        try:
+        if self._warm > WARM:
             self._captured = CapturedStep(self._step, self.inner_optimiser, ids, targets)
-        except RuntimeError:
-            self.captures = False
-            self.optimiser.zero_grad(set_to_none=True)
+            return self._captured(ids, targets)
+        if self._warm < WARM:
+            return self._step(ids, targets)
+        with asks_the_device() as asked:
+            found = self._step(ids, targets)
+        self.captures = not asked
+        return found
 
     def _step(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         nll = self._gradients(ids, targets)
