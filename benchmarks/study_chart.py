@@ -1,7 +1,9 @@
-"""Draw docs/study_NAME.svg from the record of a study: the effects that docs/findings.md speaks of.
+"""Draw docs/study_NAME.svg from the record of a study: what docs/findings.md speaks of.
 
 python -m benchmarks.study_chart results/study_heads.json --without "equal compute" doc4
     --strip " at width 64"
+python -m benchmarks.study_chart results/study_width.json --curves head_effective_rank_share
+    --without constant
 """
 
 from __future__ import annotations
@@ -13,19 +15,23 @@ from typing import Annotated
 
 import tyro
 
-from fullrank.report.charts.picture import svg
-from fullrank.report.page import WIDE
-from fullrank.report.pages.grid_page import effects
+from fullrank.report.charts.curves import Curves
+from fullrank.report.charts.intervals import Intervals
+from fullrank.report.page import draw
+from fullrank.report.pages.grid_page import SHOWN, curves, effects
+from fullrank.report.standalone import stand_alone
 from fullrank.results import Grid, load, write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Draw the effects of a study."""
+    """Draw the effects of a study, or curves of its runs."""
 
     record: Annotated[Path, tyro.conf.Positional]
+    curves: str | None = None
+    """In place of effects, of every run over its tokens: a monitor, or "" for the loss."""
     without: tuple[str, ...] = ()
-    """Comparisons whose label has one of these are left out, as where they need another axis."""
+    """Comparisons whose label, or runs whose name, has one of these are left out."""
     strip: str = ""
     """What all labels have, and the text says."""
     out: Path = Path("docs")
@@ -37,13 +43,18 @@ def main(config: Config) -> None:
         raise SystemExit(f"{config.record} is no study of trainings")
     answers = (dataclasses.replace(one, label=one.label.replace(config.strip, "")) for one in record.answers)
     record = dataclasses.replace(record, answers=tuple(answers))
-    picture = effects(record, lambda one: not any(words in one.label for words in config.without))
-    drawn = svg(
-        picture.specification(width=WIDE),
-        name=f"Effects of the study {record.name}",
-        description=str(config.record),
-    )
-    write_whole(config.out / f"study_{record.name}.svg", drawn + "\n")
+
+    def wanted(name: str) -> bool:
+        return not any(words in name for words in config.without)
+
+    picture: Intervals | Curves
+    if config.curves is None:
+        picture, name = effects(record, lambda one: wanted(one.label)), f"Effects of the study {record.name}"
+    else:
+        picture = curves(record, config.curves, lambda run: wanted(run.name))
+        name = f"Study {record.name}: {SHOWN[config.curves]}"
+    chart = draw(picture.specification, name=name, description=str(config.record), legend=picture.legend)
+    write_whole(config.out / f"study_{record.name}.svg", stand_alone(chart).svg + "\n")
 
 
 if __name__ == "__main__":

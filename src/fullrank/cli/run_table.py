@@ -111,10 +111,7 @@ def findings(runs: Sequence[Training]) -> list[str]:
                 f"last (p = {one.adjusted_p:.2g})"
             )
         else:
-            lines.append(
-                f"{before}the validation loss did not turn; a rise of {one.smallest_rise_percent:.2g}% would "
-                "have been seen"
-            )
+            lines.append(f"{before}the validation loss did not turn; {one.power}")
         lines += [f"{before}alarm at step {alarm.step:,}: {alarm.message}" for alarm in run.alarms]
         if run.reason != "finished":
             end = {

@@ -138,7 +138,7 @@ def table(record: Record) -> Table:
             escape(one.model), "" if one.shots is None else str(one.shots), f"{one.best_step:,}",
             escape(lost(one)), ANSWERS[one.outcome],
             "" if one.reason else f"{one.p_value:.2g}",
-            "" if one.reason else f"{one.smallest_rise_percent:.3g}%",
+            "" if not math.isfinite(one.smallest_rise_percent) else f"{one.smallest_rise_percent:.3g}%",
         )  # fmt: skip
     drawn.caption = (
         f"Turned: p < {record.level:g} after Holm, over all curves, for curves that never turned with "

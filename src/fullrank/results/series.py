@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 
 from fullrank.results.diagnosis import Estimate
@@ -56,7 +57,8 @@ class Saturation:
     adjusted_p: float
     """Holm's, over the curves of the call: this is held against the series' level."""
     smallest_rise_percent: float
-    """The test finds a rise of this size nine times in ten; nan where there was no test."""
+    """The test finds a rise of this size nine times in ten; infinite where so few points show none, nan where
+    there was no test."""
     turned_up_to: float
     """By itself, the curve would be said to have turned if the noise of neighbouring points correlated by no
     more than this; nan where it would not even without correlation."""
@@ -76,6 +78,13 @@ class Saturation:
     @property
     def turned(self) -> bool:
         return self.outcome == TURNED
+
+    @property
+    def power(self) -> str:
+        """What the test would have found, in words."""
+        if math.isinf(self.smallest_rise_percent):
+            return "its points are too few to show a rise of any size"
+        return f"a rise of {self.smallest_rise_percent:.2g}% would have been seen"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,10 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
     groups = dict.fromkeys((run.factors["width"], run.factors["schedule"]) for run in whole)
     for width, schedule in groups:
         mine = [run for run in whole if (run.factors["width"], run.factors["schedule"]) == (width, schedule)]
-        said = [records[run.name].outcome for run in mine]
-        seen = max(records[run.name].smallest_rise_percent for run in mine)
+        tests = [records[run.name] for run in mine]
+        said = [one.outcome for one in tests]
+        highest = max(one.interval[-1] for one in tests)
+        weakest = max(tests, key=lambda one: one.smallest_rise_percent)
         rises = [run.curve[-1].loss - min(point.loss for point in run.curve) for run in mine]
         decision = "undecided"
         if len(mine) > 1 and len(set(said)) == 1:
@@ -80,8 +82,9 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
         label = f"width {width}, {schedule} rate"
         effect = compared(label, rises, STATEMENT.smallest)
         sentence = (
-            f"{label}: {', '.join(said)} (seed by seed; a rise of {seen:.1f}% of the best loss would have "
-            f"been seen); the end lies {max(rises):.4f} nats per token above the best at most; {_order(mine)}"
+            f"{label}: {', '.join(said)} (seed by seed); the end lies {max(rises):.4f} nats per token above "
+            f"the best at most, {highest:.1f}% by the upper end of its interval, and in the least clear one "
+            f"{weakest.power}; {_order(mine)}"
         )
         found.append(
             GridAnswer(

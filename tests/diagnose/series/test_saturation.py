@@ -282,6 +282,17 @@ def test_many_curves_must_be_clearer() -> None:
     assert among.smallest_rise_percent > alone.smallest_rise_percent
 
 
+def test_few_points_among_many_curves_show_no_rise_at_all() -> None:
+    """Eight points of one curve, at the level that thirty curves leave it: not 1e17 percent."""
+    short = curve(range(8), scattered(numpy.linspace(0.1, 0, 8), 0.002))
+    others = [curve(STEADY, scattered(numpy.linspace(0.3, 0, 20), 0.01, seed)) for seed in range(1, 30)]
+    alone, among = saturation(short), saturations([short, *others])[0].record
+    assert alone.smallest_rise_percent < 10
+    assert "would have been seen" in alone.power
+    assert math.isinf(among.smallest_rise_percent)
+    assert "too few" in among.power
+
+
 def test_a_difference_is_tested_as_one() -> None:
     heights = [vee(0.3, rise) for rise in (0.25, 0.25, 0.0)]
     first, same, level = saturations(

@@ -212,7 +212,7 @@ def null(steps: tuple[float, ...], correlation: float, seed: int) -> Null:
 @functools.lru_cache(maxsize=256)
 def smallest(steps: tuple[float, ...], correlation: float, level: float, seed: int) -> float:
     """A rise over the second half of the steps, in standard deviations of the noise, that is found at this
-    level nine times in ten."""
+    level nine times in ten; infinite where so few points show none."""
     level_curves = null(steps, correlation, seed)
     axis = numpy.array(steps)
     shape = numpy.maximum(axis - (axis[0] + axis[-1]) / 2, 0.0) / (axis[-1] - axis[0]) * 2
@@ -223,7 +223,9 @@ def smallest(steps: tuple[float, ...], correlation: float, level: float, seed: i
         return bool((level_curves.p_values(found) >= level).mean() > 0.1)
 
     low, high = 0.0, 1.0
-    while missed(high) and high < 1e4:
+    while missed(high):
+        if high > 1e4:
+            return math.inf
         low, high = high, 2 * high
     for _ in range(6):
         middle = (low + high) / 2

@@ -214,7 +214,7 @@ def _decided(points: _Points, one: Saturation, adjusted: float, level: float, se
     null = noise.null(points.design, one.noise_correlation, seed)
     deviation = _scale(points) / float(numpy.median(null.scale))
     found = noise.smallest(points.design, one.noise_correlation, level, seed)
-    smallest = float(points.percent(found * deviation))
+    smallest = float(points.percent(found * deviation)) if math.isfinite(found) else math.inf
     if adjusted < LEVEL:
         outcome = TURNED if one.lost_percent >= MATERIAL_PERCENT else NOT_TURNED
     else:

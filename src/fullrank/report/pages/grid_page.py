@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fullrank.report.charts.axis import Axis
 from fullrank.report.charts.curves import Curves, Point, Trace
@@ -16,6 +16,13 @@ from fullrank.report.text import shown
 from fullrank.results.grid import Grid, GridAnswer, GridRun
 
 STYLES = ("line", "dashed", "dotted")
+SHOWN = {
+    "": "validation loss, nats per token",
+    "head_effective_rank_share": "effective rank of W over its width",
+    "anisotropy": "mean cosine of two states",
+    "state_outlier": "largest dimension of the states over the median one",
+}
+"""What is drawn over the tokens of a run: its loss, and monitors."""
 
 
 def grid_page(record: Grid) -> Page:
@@ -117,41 +124,49 @@ def _decided(record: Grid) -> Section:
     )
 
 
-def _curves(record: Grid) -> tuple[Section, ...]:
-    whole = [run for run in record.runs if "trial" not in run.factors and len(run.curve) > 1]
-    if not whole:
-        return ()
+def curves(record: Grid, monitor: str = "", wanted: Callable[[GridRun], bool] = lambda run: True) -> Curves:
+    """Every whole run over its tokens: the validation loss, or a monitor."""
+    whole = [run for run in record.runs if "trial" not in run.factors and len(run.curve) > 1 and wanted(run)]
     names = list(dict.fromkeys(_colour_of(run) for run in whole))
     looks = {name: MODEL_COLOURS[place % len(MODEL_COLOURS)] for place, name in enumerate(names)}
     # More of them than colours: the second round is dashed.
     styles = {name: STYLES[min(2, place // len(MODEL_COLOURS))] for place, name in enumerate(names)}
-    picture = Curves(
+    traces = []
+    for run in whole:
+        heights = [point.monitors.get(monitor, math.nan) if monitor else point.loss for point in run.curve]
+        points = tuple(
+            Point(x=point.tokens, y=height, summary=f"{shown(run.name)}: {number(height)}")
+            for point, height in zip(run.curve, heights, strict=True)
+            if point.tokens > 0 and math.isfinite(height)
+        )
+        if points:
+            name = _colour_of(run)
+            traces.append(Trace(colour=looks[name], style=styles[name], dots=False, points=points))
+    return Curves(
         x=Axis(title="tokens", log=True),
-        y=Axis(title="validation loss, nats per token"),
-        traces=tuple(
-            Trace(
-                colour=looks[_colour_of(run)], style=styles[_colour_of(run)], dots=False,
-                points=tuple(
-                    Point(x=point.tokens, y=point.loss, summary=f"{shown(run.name)}: {number(point.loss)}")
-                    for point in run.curve
-                    if point.tokens > 0
-                ),
-            )
-            for run in whole
-        ),
+        y=Axis(title=SHOWN[monitor]),
+        traces=tuple(traces),
         legend=tuple(Key(label=shown(name), colour=looks[name], mark=styles[name]) for name in names),
-    )  # fmt: skip
-    return (
-        Section(
-            title="Curves",
-            identity="curves",
-            text=("One line a run. Runs of one colour differ in what the legend leaves out, as the seed.",),
+    )
+
+
+def _curves(record: Grid) -> Iterator[Section]:
+    for monitor, title in SHOWN.items():
+        picture = curves(record, monitor)
+        if not picture.traces:
+            continue
+        yield Section(
+            title="Curves" if not monitor else title[0].upper() + title[1:],
+            identity=monitor or "curves",
+            text=("One line a run. Runs of one colour differ in what the legend leaves out, as the seed.",)
+            if not monitor
+            else (),
             chart=draw(
-                picture.specification, name="Validation loss over tokens",
-                description="The ends are in the table below.", legend=picture.legend,
+                picture.specification, name=f"{title[0].upper()}{title[1:]}, over tokens",
+                description="The ends of losses are in the table below." if not monitor else "",
+                legend=picture.legend,
             ),
-        ),
-    )  # fmt: skip
+        )  # fmt: skip
 
 
 def _colour_of(run: GridRun) -> str:

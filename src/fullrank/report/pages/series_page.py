@@ -95,7 +95,7 @@ def _saturation(record: Series) -> Section:
             "too few points" if one.reason else ANSWERS.get(one.outcome, shown(one.outcome)),
             NONE if one.reason else f"{one.p_value:.2g}",
             NONE if one.reason else f"{one.adjusted_p:.2g}",
-            NONE if one.reason else f"{one.smallest_rise_percent:.3g}",
+            NONE if not math.isfinite(one.smallest_rise_percent) else f"{one.smallest_rise_percent:.3g}",
         )
         for _, one in ordered
     ]

@@ -249,7 +249,7 @@ def _turn(run: Training) -> str:
         )
     if one.outcome == UNDECIDED:
         return f"Undecided whether the curve turned: from best to last {one.lost_percent:.1f}%{between}."
-    return f"The curve did not turn; a rise of {one.smallest_rise_percent:.2g}% would have been seen."
+    return f"The curve did not turn; {one.power}."
 
 
 def _alarm_count(run: Training) -> str:
