@@ -166,3 +166,15 @@ def _timeless(record: Generation) -> Generation:
     return dataclasses.replace(
         record, methods=tuple(dataclasses.replace(one, seconds=()) for one in record.methods)
     )
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_a_cpu_finds(
+    word_model: Path, task: generation_tasks.Task, record: Generation, tmp_path: Path
+) -> None:
+    there = generation.run(
+        loading.load(word_model, device="cuda"), task, SMALL, directory=tmp_path, data="e2e"
+    )
+    for one, other in zip(record.methods, there.methods, strict=True):
+        assert one.losses == pytest.approx(other.losses, rel=1e-3)
+        assert one.rate == other.rate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import time
@@ -20,7 +21,7 @@ from fullrank.studies import grid, grid_workers, head_grid, optimiser_grid, widt
 from fullrank.studies.grid import Study
 from fullrank.studies.grid_plan import Done, Extent, Spec, compared, tuned
 from fullrank.studies.grid_workers import Place
-from tests.studies.made_runs import made_by_hand
+from tests.studies.made_runs import decisions, made_by_hand
 
 STATEMENT = Statement(
     question="Does it train?", hypothesis="It does.", comparison="One seed against another.", smallest=0.1,
@@ -252,3 +253,36 @@ def test_plans_are_of_settings_that_exist_and_come_to_an_end(study: Study, small
     found = study.answers(tuple(done.values()))
     assert study is width_grid.WIDTH or found
     assert all(answer.sentence for answer in found)
+
+
+def test_a_factor_is_held_against_its_own_level_over_all_others() -> None:
+    """A fall of the rate lowers end and rank, a small batch takes the rise away, the rest does nothing."""
+    levels = optimiser_grid.LEVELS
+    runs = []
+    for number, values in enumerate(itertools.product(("32", "128"), *levels.values())):
+        factors = dict(zip(("width", *levels), values, strict=True))
+        # What a combination has to itself is the same on both sides of a comparison but for a little.
+        noise = 0.001 * (number % 3)
+        fallen = factors["schedule"] != "constant"
+        end = 3.0 + noise - 0.3 * fallen + 0.1 * float(factors["rate"])
+        rise = 0.05 * (factors["batch"] == "16") + noise
+        rank = 0.7 + noise - (0.15 if factors["width"] == "32" else 0.03) * fallen
+        runs.append(
+            made_by_hand(
+                str(number), end, losses=(4.0, end - rise, end), monitors={"head_effective_rank_share": rank},
+                **factors,
+            )
+        )  # fmt: skip
+    found = optimiser_grid.answers(runs)
+    decided = decisions(found)
+    assert decided["rise at width 32: batch 4 against 16"] == "smaller"
+    assert decided["rise at width 128: decay 0 against 0.1"] == "no difference of interest"
+    assert decided["end at width 128: schedule wsd against constant"] == "better"
+    assert decided["end at width 32: rate 4 against 1"] == "worse"
+    assert decided["effective rank at width 32: schedule cosine against constant"] == "falls"
+    effects = {one.label: one for one in found}
+    assert effects["effective rank at width 128: schedule wsd against constant"].unit == "share of the width"
+    assert effects["effective rank at width 32: schedule wsd against constant"].effect.value == pytest.approx(
+        -0.15, abs=0.002
+    )
+    assert effects["end at width 32: schedule wsd against constant"].seeds == 12

@@ -168,3 +168,12 @@ def test_too_little_text(loaded: loading.Loaded, tmp_path: Path) -> None:
 def _timeless(record: Templates) -> Templates:
     methods = tuple(dataclasses.replace(one, seconds=()) for one in copy.copy(record.methods))
     return dataclasses.replace(record, methods=methods)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_a_cpu_finds(word_model: Path, record: Templates, tmp_path: Path) -> None:
+    there = histalign.run(loading.load(word_model, device="cuda"), [], SMALL, directory=tmp_path)
+    for one, other in zip(record.methods, there.methods, strict=True):
+        for mine, its in zip(one.losses, other.losses, strict=True):
+            assert mine.by_seed == pytest.approx(its.by_seed, rel=1e-2)
+        assert one.least_rank == pytest.approx(other.least_rank, abs=2)

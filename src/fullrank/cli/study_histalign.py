@@ -72,6 +72,8 @@ class Histalign:
     """Files of ordinary text, for training and for judging; the documentation of Python by default."""
     judged_tokens: int = 2048
     """Tokens of it that are judged on."""
+    device: str = "auto"
+    """cpu, cuda, mps, or auto: cuda where there is one."""
     cache: Path | None = None
     """Where finished trainings are kept for the next run; fullrank's cache directory by default."""
     out: Path = Path("runs/histalign")
@@ -90,7 +92,7 @@ def histalign(options: Histalign) -> Path:
 
     from fullrank import report, results
     from fullrank.cli import outcome
-    from fullrank.cli.progress import Bar, device_name
+    from fullrank.cli.progress import Bar, device_name, device_of
     from fullrank.models import loading
 
     templates = options.task == "templates"
@@ -98,13 +100,14 @@ def histalign(options: Histalign) -> Path:
     results.check_writable(options.out)
     report.check_installed()
     console = Console()
-    made = results.provenance(seed=None, device=device_name("cpu"))
+    device = device_of(options.device)
+    made = results.provenance(seed=None, device=device_name(device))
     directory = options.cache or results.cache_directory() / ("histalign" if templates else "generation")
     results.check_writable(directory)
     study = _templates if templates else _texts
     with Bar(console) as bar:
         run = study(options, directory, bar.update)
-        loaded = loading.load(options.model, say=lambda message: bar.update(message, 0.0))
+        loaded = loading.load(options.model, device=device, say=lambda message: bar.update(message, 0.0))
         record = run(loaded)
     outcome.write(record, made, options.out)
     for drawn in tables(record) if templates else [generation_table(record)]:
@@ -143,6 +146,7 @@ def _templates(options: Histalign, directory: Path, progress: Progress) -> Calla
 
 
 def _texts(options: Histalign, directory: Path, progress: Progress) -> Callable[[Loaded], Any]:
+    from fullrank.cli.progress import device_of
     from fullrank.models import loading
     from fullrank.studies import generation, generation_tasks
 
@@ -159,7 +163,7 @@ def _texts(options: Histalign, directory: Path, progress: Progress) -> Callable[
     data = options.data
     assert data is not None
     generation_tasks.check(options.task, data)
-    judge = None if options.judge is None else loading.load(options.judge)
+    judge = None if options.judge is None else loading.load(options.judge, device=device_of(options.device))
     task, name = generation_tasks.read(options.task, data, judge), "" if judge is None else judge.name
     return lambda loaded: generation.run(
         loaded, task, config, directory=directory, data=data.name, judge=name, progress=progress

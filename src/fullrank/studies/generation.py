@@ -51,6 +51,8 @@ FORMAT = 2
 """Of what is kept; raised when its meaning changes."""
 CALIBRATED = 16
 """Texts that the memory's start is chosen on."""
+TOGETHER = 32
+"""Texts that are generated at once."""
 
 Progress = Callable[[str, float], None]
 
@@ -170,6 +172,7 @@ class Study:
         self.loaded, self.task, self.config, self.directory = loaded, task, config, directory
         self.plain = upgrade(loaded, "softmax")
         self.plain.requires_grad_(False)
+        self.device = self.plain.device
         self.upper = UpperLayers(self.plain, anatomy.examine(loaded).blocks, config.layers)
         self.start = checkpoints.weights(self.upper.parameters())
         self._recorded: dict[Example, Tensor] = {}
@@ -204,6 +207,7 @@ class Study:
         for row, (ids, first) in enumerate(rows):
             context[row, : len(ids)] = torch.tensor(ids)
             targets[row, first - 1 : len(ids) - 1] = torch.tensor(ids[first:], dtype=torch.long)
+        context, targets = context.to(self.device), targets.to(self.device)
         return Texts(context=context, targets=targets, recorded=self._record(context, examples))
 
     def _record(self, context: Tensor, examples: Sequence[Example]) -> Tensor:
@@ -226,8 +230,9 @@ class Study:
             # A copy that shares W: a cache takes its base apart.
             base = copy.deepcopy(plain, {id(plain.decoder): plain.decoder})
         if method not in MEMORIES:
-            return base
-        return CacheHead(base, temperature=self.temperature, memory_weight=self.memory_start)
+            return base.to(self.device)
+        cache = CacheHead(base, temperature=self.temperature, memory_weight=self.memory_start)
+        return cache.to(self.device)
 
     def one(self, method: str, seed: int, rate: float | None, *, whole: bool) -> dict[str, Any]:
         """A training's end, from its file or from its start; with `whole` its texts and measures as well."""
@@ -334,10 +339,10 @@ class Study:
         model.lm_head = head
         try:
             found: list[list[int]] = []
-            for start in range(0, len(self.prompts), self.config.batch):
+            for start in range(0, len(self.prompts), TOGETHER):
                 found += sampling.continue_each(
                     dataclasses.replace(self.loaded, model=model),
-                    self.prompts[start : start + self.config.batch],
+                    self.prompts[start : start + TOGETHER],
                     tokens=self.config.new_tokens,
                     temperature=0.0,
                 )

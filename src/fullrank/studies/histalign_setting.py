@@ -121,6 +121,7 @@ class Study:
         self.blocks = anatomy.examine(loaded).blocks
         self.plain = upgrade(loaded, "softmax")
         self.plain.requires_grad_(False)
+        self.device = self.plain.device
         self.upper = UpperLayers(self.plain, self.blocks, config.layers)
         self.start = checkpoints.weights(self.upper.parameters())
         windows = collect.tokenise(
@@ -138,8 +139,8 @@ class Study:
                 "judged and others trained on: give more --text or fewer --judged-tokens"
             )
         # The end is judged, so that what is trained on is the same whatever is judged.
-        self.judged_ids = windows.ids[-judged:]
-        self.training_ids = self._pieces(windows.ids[:-judged])
+        self.judged_ids = windows.ids[-judged:].to(self.device)
+        self.training_ids = self._pieces(windows.ids[:-judged]).to(self.device)
         self.stories = names.stories(config.stories)
         self.of = checkpoints.digest(
             dataclasses.asdict(config) | {"methods": None, "seeds": None},
@@ -180,9 +181,10 @@ class Study:
             zip(SPLITS, (drawn.train, drawn.one_overlap, drawn.no_overlap), strict=True)
         ):
             encoded = [template_task.encode(self.tokenizer, prompt) for prompt in chosen]
+            lengths = template_task.by_length([one for one in encoded if one is not None])
             found[name] = [
                 Batch(ids=ids, pieces=pieces, recorded=self._record(ids, lambda share: None))
-                for ids, pieces in template_task.by_length([one for one in encoded if one is not None])
+                for ids, pieces in ((one.to(self.device), other.to(self.device)) for one, other in lengths)
             ]
             progress((place + 1) / len(SPLITS))
         return found
@@ -191,13 +193,14 @@ class Study:
         """The output layer of a method, with the model's own matrix; the same distribution but for memory."""
         torch.manual_seed(seed)
         if method == "mos":
-            return upgrade(self.loaded, "mos", components=self.config.components).lm_head
+            return upgrade(self.loaded, "mos", components=self.config.components).lm_head.to(self.device)
         plain = self.plain.lm_head
         # A copy that shares W: a cache takes its base apart.
         base = copy.deepcopy(plain, {id(plain.decoder): plain.decoder})
         if method not in ("cache", "trime", *RANKED):
             return base
-        return CacheHead(base, temperature=self.temperature, memory_weight=self.memory_start)
+        cache = CacheHead(base, temperature=self.temperature, memory_weight=self.memory_start)
+        return cache.to(self.device)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -224,7 +227,7 @@ class Study:
             kinds.append(kind)
         length = min(STORY, anatomy.longest(self.loaded.model) or STORY, *map(len, ids))
         return (
-            torch.tensor([one[:length] for one in ids]),
+            torch.tensor([one[:length] for one in ids], device=self.device),
             torch.stack([kind[1:length] for kind in kinds]),
         )
 

@@ -219,7 +219,7 @@ def answer_log_probs(head: Head, states: Tensor, ids: Tensor) -> Tensor:
 
 def _rank(study: Study, head: Head, batches: Sequence[Batch]) -> int:
     """Least rank of the log-probabilities of prompts' positions over the prompts' tokens and others."""
-    seen = torch.cat([batch.ids.flatten() for batch in batches]).unique()
+    seen = torch.cat([batch.ids.flatten() for batch in batches]).unique().cpu()
     generator = torch.Generator().manual_seed(0)
     others = torch.randperm(head.vocab, generator=generator)
     columns = torch.cat([seen, others[~torch.isin(others, seen)]])[: study.config.rank_tokens]
@@ -231,7 +231,7 @@ def _rank(study: Study, head: Head, batches: Sequence[Batch]) -> int:
             fresh = [_new(met, ids) for ids in batch.ids.tolist()]
             states = study.upper.states(batch.ids, batch.recorded)
             log_probs = cast(Tensor, head(states, context=batch.ids))
-            rows.append(log_probs[torch.tensor(fresh)][:, columns])
+            rows.append(log_probs.cpu()[torch.tensor(fresh)][:, columns])
             if sum(map(len, rows)) >= study.config.rank_contexts:
                 return least_rank(torch.cat(rows)[: study.config.rank_contexts]).rank
     return least_rank(torch.cat(rows)).rank
@@ -256,5 +256,5 @@ def _losses(study: Study, head: Head) -> Tensor:
             ids = text.ids[part]
             states = study.upper.states(ids, text.recorded[part])[:, :-1]
             loss = head(states, ids[:, 1:], context=ids[:, :-1], reduction="none")
-            found.append(cast(Tensor, loss).flatten())
+            found.append(cast(Tensor, loss).flatten().cpu())
     return torch.cat(found)

@@ -1,41 +1,66 @@
-"""`fullrank study optimiser`: how much of a turn is optimisation?
+"""`fullrank study optimiser`: how much of a turn is optimisation, and how much of a collapsed spectrum?
 
 Rate, batch, weight decay and schedule, each at two or three levels, at two widths and for the same tokens.
-What is measured is how far the end of a run lies above its best evaluation (the turn), and where it ends.
+What is measured is how far the end of a run lies above its best evaluation (the turn), where it ends, and the
+effective rank of the head's matrix there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fullrank.results.grid import GridAnswer, GridRun, Statement
+from fullrank.results.grid import NATS, GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
 from fullrank.studies.grid_plan import Done, Extent, Spec, compared, transformer
 
 STATEMENT = Statement(
-    question="How much of a late rise of the loss is optimisation: rate, batch, weight decay, schedule?",
+    question="How much of a late rise of the loss is optimisation: rate, batch, weight decay, schedule? And "
+    "how much of a head's collapsed spectrum?",
     hypothesis="A smaller batch and a fall of the rate at the end take most of a rise away at equal width "
-    "and equal tokens (batch-size controls of Pythia; Kulkarni et al., 2602.20433).",
+    "and equal tokens (batch-size controls of Pythia; Kulkarni et al., 2602.20433). A fall of the rate "
+    "lowers the effective rank of W at width 32 by more than 0.1 of the width, at 128 by less than at 32, "
+    "while the loss falls: what the study of widths showed without having asked.",
     comparison="Every level of a factor against the recipe's own level, over all combinations of the other "
-    "factors, paired; the same tokens for all.",
+    "factors, paired; the same 25 million tokens for all.",
     smallest=0.01,
-    rule="An effect on the rise counts where its 95% interval over the paired combinations has one sign and "
-    "its mean is at least the smallest effect.",
+    rule="An effect on the rise or on the end counts where its 95% interval over the paired combinations has "
+    "one sign and its mean is at least the smallest effect; one on the rank likewise, with a smallest effect "
+    "of 0.02 of the width.",
 )
 
 LEVELS = {
-    "rate": ("0.5", "1", "4"),
-    "batch": ("16", "64"),
+    "rate": ("0.25", "1", "4"),
+    "batch": ("4", "16"),
     "decay": ("0", "0.1"),
-    "schedule": ("constant", "cosine"),
+    "schedule": ("constant", "cosine", "wsd"),
 }
-OWN = {"rate": "1", "batch": "64", "decay": "0.1", "schedule": "constant"}
+OWN = {"rate": "1", "batch": "16", "decay": "0.1", "schedule": "constant"}
 """The level that the others of a factor are held against."""
 SMALL_LEVELS = {"rate": ("1", "4"), "batch": ("4", "8"), "decay": ("0.1",), "schedule": ("constant",)}
 SMALL_OWN = {"rate": "1", "batch": "8", "decay": "0.1", "schedule": "constant"}
-RATE = 2e-3
-WIDTHS, SMALL_WIDTHS = (64, 256), (16,)
+RATE = 4e-3
+"""What widths of 32 to 512 want, within a factor of two."""
+WIDTHS, SMALL_WIDTHS = (32, 128), (16,)
+
+Key = tuple[tuple[str, str], ...]
+"""The factors of a run."""
+
+
+def _rise(run: GridRun) -> float | None:
+    return None if run.last is None else run.last - min(point.loss for point in run.curve)
+
+
+def _rank(run: GridRun) -> float | None:
+    return run.curve[-1].monitors.get("head_effective_rank_share")
+
+
+QUANTITIES: tuple[tuple[str, str, float, tuple[str, str], Callable[[GridRun], float | None]], ...] = (
+    ("rise", NATS, 0.01, ("smaller", "larger"), _rise),
+    ("end", NATS, 0.01, ("better", "worse"), lambda run: run.last),
+    ("effective rank", "share of the width", 0.02, ("falls", "rises"), _rank),
+)
+"""What is compared: its name, unit, smallest effect of interest, words for below and above zero."""
 
 
 def plan(done: Done, extent: Extent) -> list[Spec]:
@@ -48,7 +73,7 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
             # Equal tokens: fewer rows, more steps.
             more = int(own["batch"]) // int(chosen["batch"])
             recipe, settings = transformer(
-                width, extent, steps=1500 * more, small_steps=80 * more, evaluations=12
+                width, extent, steps=3000 * more, small_steps=80 * more, evaluations=15
             )
             settings = (
                 *settings, f"batch={chosen['batch']}", f"optimiser.lr={RATE * float(chosen['rate']):g}",
@@ -66,26 +91,33 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
 
 
 def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
-    rises = {
-        tuple(sorted(run.factors.items())): run.last - min(point.loss for point in run.curve)
-        for run in runs
-        if run.last is not None
-    }
-    small = any(run.factors["batch"] == SMALL_LEVELS["batch"][0] for run in runs)
-    own = SMALL_OWN if small else OWN
-    found = []
-    for factor, level in own.items():
-        for other in dict.fromkeys(run.factors[factor] for run in runs if run.factors[factor] != level):
-            for width in dict.fromkeys(run.factors["width"] for run in runs):
-                pairs = [
-                    rise - rises[beside]
-                    for key, rise in rises.items()
-                    if dict(key)[factor] == other and dict(key)["width"] == width
-                    if (beside := tuple(sorted({**dict(key), factor: level}.items()))) in rises
-                ]
-                label = f"rise at width {width}: {factor} {other} against {level}"
-                found.append(compared(label, pairs, STATEMENT.smallest, of="combinations"))
+    whole = [run for run in runs if run.last is not None]
+    found: list[GridAnswer] = []
+    for name, unit, smallest, words, measure in QUANTITIES:
+        ends = {tuple(sorted(run.factors.items())): measure(run) for run in whole}
+        found += _effects(
+            name, {key: end for key, end in ends.items() if end is not None}, unit, smallest, words
+        )
     return tuple(found)
+
+
+def _effects(
+    name: str, ends: Mapping[Key, float], unit: str, smallest: float, words: tuple[str, str]
+) -> Iterator[GridAnswer]:
+    """Of every level of a factor, at each width: over all combinations of the others."""
+    runs = [dict(key) for key in ends]
+    small = any(run["batch"] == SMALL_OWN["batch"] for run in runs)
+    for factor, level in (SMALL_OWN if small else OWN).items():
+        for other in dict.fromkeys(run[factor] for run in runs if run[factor] != level):
+            for width in dict.fromkeys(run["width"] for run in runs):
+                pairs = [
+                    end - ends[beside]
+                    for key, end in ends.items()
+                    if dict(key)[factor] == other and dict(key)["width"] == width
+                    if (beside := tuple(sorted({**dict(key), factor: level}.items()))) in ends
+                ]
+                label = f"{name} at width {width}: {factor} {other} against {level}"
+                yield compared(label, pairs, smallest, of="combinations", unit=unit, words=words)
 
 
 OPTIMISER = Study(name="optimiser", statement=STATEMENT, plan=plan, answers=answers)

@@ -104,7 +104,8 @@ def memory_log_probs(states: Tensor, ids: Tensor, vocabulary: int, temperature: 
     """The memory's own log-probabilities [n, V] at the last of states [n, time, H] over ids [n, time]."""
     scores = torch.einsum("nh,nth->nt", states[:, -1], states[:, :-1]) / temperature
     mass = torch.softmax(scores.double(), dim=1)
-    return torch.zeros(len(ids), vocabulary, dtype=torch.float64).scatter_add_(1, ids[:, 1:], mass).log()
+    table = torch.zeros(len(ids), vocabulary, dtype=torch.float64, device=ids.device)
+    return table.scatter_add_(1, ids[:, 1:], mass).log()
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
