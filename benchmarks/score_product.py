@@ -210,7 +210,7 @@ def finish_kernel(  # type: ignore[no-untyped-def]
         tl.store(anchors + row, highest)
         tl.debug_barrier()
     tl.store(rest + row, total)
-    tl.store(line + y, (-total).to(tl.bfloat16))
+    tl.store(line + y, -total)
 
 
 @dataclass
@@ -229,10 +229,10 @@ class Chunk:
     @classmethod
     def of(cls, x: Tensor, w: Tensor, targets: Tensor) -> Chunk:
         rows, V = x.shape[0], w.shape[0]
-        floats = [x.new_empty(rows, dtype=torch.float32) for _ in range(3)]
+        anchors, own, rest = (x.new_empty(rows, dtype=torch.float32) for _ in range(3))
         sums = x.new_empty(-(-V // 64), rows, dtype=torch.float32)
         e = x.new_empty(rows, -(-V // 64) * 64, dtype=torch.bfloat16)
-        return cls(x, w, targets, e, *floats, sums)
+        return cls(x, w, targets, e, anchors, own, rest, sums)
 
 
 def anchored(chunk: Chunk) -> None:

@@ -71,10 +71,11 @@ def test_tokens_come_from_the_mixture_that_is_judged() -> None:
     targets = made.targets(rows, states, 1 << 24, torch.Generator().manual_seed(0))
     share = torch.bincount(targets, minlength=V) / len(targets)
     log_probs = -made.losses(rows[:V], states[:V], torch.arange(V), 1 << 24)
-    # A distribution, and the one of the tokens.
+    # A distribution, and the one of the tokens, which is not the plain head's.
+    noise = 4 * math.sqrt(0.25 / 20_000)
     assert float(log_probs.logsumexp(0)) == pytest.approx(0, abs=1e-5)
-    assert float((share - log_probs.exp()).abs().max()) < 4 * math.sqrt(0.25 / 20_000)
-    assert float((share - setting.plain(state).detach().exp()[0]).abs().max()) > 0.05
+    assert float((share - log_probs.exp()).abs().max()) < noise
+    assert float((share - setting.plain(state).detach().exp()[0]).abs().max()) > 2 * noise
 
 
 def measured(setting: Setting, gain: float) -> Power:

@@ -54,13 +54,12 @@ class Collapse:
 def collapse(options: Collapse) -> Path:
     from rich.console import Console
 
-    from fullrank import report, results
+    from fullrank import results
     from fullrank.cli import outcome
     from fullrank.report import card
 
     settings = settings_of(options)
     results.check_writable(options.out)
-    report.check_installed()
 
     import torch
 

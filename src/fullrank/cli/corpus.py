@@ -84,14 +84,13 @@ class Corpus:
 def corpus(options: Corpus) -> Path:
     from rich.console import Console
 
-    from fullrank import report, results
+    from fullrank import results
     from fullrank.cli import outcome
 
     if not options.texts:
         raise FullrankError("no text was given: name files, directories or a dataset")
     settings, measure = settings_of(options), measure_of(options)
     results.check_writable(options.out)
-    report.check_installed()
 
     from fullrank.corpus.dimension import dimension
 

@@ -49,7 +49,7 @@ def demo(options: Demo) -> Path:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from fullrank import report, results
+    from fullrank import results
     from fullrank.cli import outcome
     from fullrank.studies import ladder
 
@@ -65,7 +65,6 @@ def demo(options: Demo) -> Path:
         heads=options.heads,
     )
     results.check_writable(options.out)
-    report.check_installed()
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=1.0)

@@ -50,14 +50,13 @@ def series(options: Series) -> Path:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from fullrank import report, results
+    from fullrank import results
     from fullrank.cli import outcome, run_table
     from fullrank.diagnose.series import runs
     from fullrank.diagnose.series import series as analysis
 
     console = Console()
     results.check_writable(options.out)
-    report.check_installed()
     columns = (TextColumn("{task.description:<36}", markup=False), BarColumn(), TimeRemainingColumn())
     of_runs = runs.are_runs(options.sources)
     if of_runs:

@@ -108,7 +108,7 @@ def study(options: Study) -> Path:
 def languages_study(options: Languages) -> Path:
     from rich.console import Console
 
-    from fullrank import report, results
+    from fullrank import results
     from fullrank.cli import corpus, outcome
     from fullrank.studies.help_pages import ORIGINAL
 
@@ -125,7 +125,6 @@ def languages_study(options: Languages) -> Path:
             f"{ORIGINAL} among them, such as pages/{ORIGINAL} pages/de"
         )
     results.check_writable(options.out)
-    report.check_installed()
 
     from fullrank.corpus.dimension import Measure
     from fullrank.studies import languages

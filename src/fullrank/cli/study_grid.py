@@ -143,7 +143,7 @@ class Pythia:
 def pythia_study(options: Pythia) -> Path:
     from rich.console import Console
 
-    from fullrank import report, results
+    from fullrank import results
     from fullrank.cli import outcome
     from fullrank.cli.progress import Bar
     from fullrank.cli.series import findings
@@ -151,7 +151,6 @@ def pythia_study(options: Pythia) -> Path:
     from fullrank.studies import pythia_curves
 
     results.check_writable(options.out)
-    report.check_installed()
     console = Console()
     stated = pythia_curves.STATEMENT
     for name, words in (("hypothesis", stated.hypothesis), ("rule", stated.rule)):
@@ -168,7 +167,7 @@ def pythia_study(options: Pythia) -> Path:
 def grid_study(options: _Extent) -> Path:
     from rich.console import Console
 
-    from fullrank import report, results
+    from fullrank import results
     from fullrank.cli import outcome
     from fullrank.cli.progress import Bar, device_name, device_of
     from fullrank.studies import grid
@@ -188,7 +187,6 @@ def grid_study(options: _Extent) -> Path:
         )
     out = options.out or Path("runs") / study.name
     results.check_writable(out)
-    report.check_installed()
     device = device_of(options.device)
     console = Console()
     made = results.provenance(seed=None, device=device_name(device))

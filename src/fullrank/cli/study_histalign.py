@@ -90,7 +90,7 @@ OWN = {
 def histalign(options: Histalign) -> Path:
     from rich.console import Console
 
-    from fullrank import report, results
+    from fullrank import results
     from fullrank.cli import outcome
     from fullrank.cli.progress import Bar, device_name, device_of
     from fullrank.models import loading
@@ -98,7 +98,6 @@ def histalign(options: Histalign) -> Path:
     templates = options.task == "templates"
     _check(options, OWN["texts" if templates else "templates"])
     results.check_writable(options.out)
-    report.check_installed()
     console = Console()
     device = device_of(options.device)
     made = results.provenance(seed=None, device=device_name(device))

@@ -87,7 +87,7 @@ class Upgrade:
 def upgrade(options: Upgrade) -> Path:
     from rich.console import Console
 
-    from fullrank import report, results
+    from fullrank import results
     from fullrank.cli import outcome
     from fullrank.report import card
 
@@ -101,7 +101,6 @@ def upgrade(options: Upgrade) -> Path:
             f"--dtype {options.dtype} was given with --train, which needs float32: leave it out"
         )
     results.check_writable(options.out)
-    report.check_installed()
 
     import torch
 
