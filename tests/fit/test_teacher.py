@@ -172,7 +172,8 @@ def test_nothing_is_gained_from_a_teacher_that_a_softmax_can_follow() -> None:
     found = compared(taught_by, windows=42, settings=dataclasses.replace(QUICK, epochs=60))
     assert mean(found.original_divergences) > 0.02
     assert mean(found.fits["softmax"][0].divergences) < 1e-3
-    assert found.gain("mos").low <= 0.0
+    # Which sign a gain of 1e-9 has is the processor's.
+    assert found.gain("mos").low < 1e-6
     assert abs(found.gain("mos").value) < 1e-4
 
 
