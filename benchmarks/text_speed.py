@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,7 @@ def main(config: Config) -> None:
             Bpe.train(iter([file.read(1 << 24)]), SIZE).tokenizer.save(str(work / "tokenizer.json"))
         for number in range(config.copies):
             (work / "text").mkdir(exist_ok=True)
-            (work / "text" / f"{number}.txt").symlink_to(config.text.resolve())
+            shutil.copyfile(config.text, work / "text" / f"{number}.txt")
         for cores in config.cores:
             taken, second = [], []
             for turn in range(config.repeats):

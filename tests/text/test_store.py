@@ -546,3 +546,20 @@ def test_wikitext_2_has_its_published_counts(tmp_path: Path) -> None:
     assert [len(corpus.splits[name].tokens) for name in SPLITS] == [2_088_628, 217_646, 245_569]
     assert corpus.vocabulary.size == 33_278
     assert corpus.describe()["sources"][0]["sha256"].startswith("9e9fa1ad55b1c2c9")
+
+
+def test_a_script_without_a_guard_is_told_and_does_not_wait(tmp_path: Path) -> None:
+    """Its workers run it again, and would wait for the folder that it is filling."""
+    (tmp_path / "a.txt").write_text("one two three\n" * 2000)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from fullrank.text import build, store, workers\n"
+        "from fullrank.text.settings import DataConfig\n"
+        "build.LARGE, workers.cores = 0, lambda: 2\n"
+        f"here = Path({str(tmp_path)!r})\n"
+        "store.prepare([here / 'a.txt'], DataConfig(level='words'), here)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert 'under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]

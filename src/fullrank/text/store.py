@@ -31,7 +31,7 @@ import numpy as np
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
 from fullrank.results.reading import read_json
-from fullrank.text import build, shards, stages, tokenisers
+from fullrank.text import build, shards, stages, tokenisers, workers
 from fullrank.text import sources as reading
 from fullrank.text import splits as splitting
 from fullrank.text import vocabulary as vocabularies
@@ -132,6 +132,7 @@ def kept(
     if known is not None:
         with contextlib.suppress(FullrankError):
             return load(cache / known, verify=verify)
+    workers.refuse_nested()
     key, fill = make()
 
     def whole(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from fullrank.errors import FullrankError
 SMALL = 8 << 20
 """Characters up to which a text is tokenised in this process."""
 
+GUARD = 'A script that calls this must do so under `if __name__ == "__main__":`'
+
 _held: Any = None
 """What a process that tokenises works with."""
 
@@ -31,6 +33,13 @@ _held: Any = None
 def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def refuse_nested() -> None:
+    """Raise where this process is one of `workers` that runs the caller's script for a second time: it would
+    wait for what the first one is making."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise FullrankError(GUARD)
 
 
 @contextlib.contextmanager
@@ -65,8 +74,7 @@ def result(future: Future[Any]) -> Any:
     except BrokenProcessPool as error:
         raise FullrankError(
             "a process that tokenised was killed, most likely for want of memory: give fewer --workers or a "
-            "machine with more memory; what is finished will be used again. A script that calls this must do "
-            'so under `if __name__ == "__main__":`'
+            "machine with more memory; what is finished will be used again. " + GUARD
         ) from error
 
 
