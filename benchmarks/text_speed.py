@@ -27,6 +27,8 @@ import tyro
 from fullrank.results import provenance, write_whole
 
 SIZE = 16_384
+STARTS = 3
+"""Second starts, of which the fastest counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,8 @@ def main(config: Config) -> None:
                 cache = work / f"cache-{cores}-{turn}"
                 arguments = (work / "text", work / "tokenizer.json", cache, cores)
                 taken.append(apart(*arguments))
-                second.append(apart(*arguments)["seconds"])
+                # The disk may still be writing what the first start made.
+                second += [apart(*arguments)["seconds"] for _ in range(STARTS)]
             best = min(taken, key=lambda one: one["seconds"])
             rate = best["tokens"] / best["seconds"]
             rows.append(
