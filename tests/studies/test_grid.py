@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy
 import pytest
 from scipy import stats
 
@@ -286,3 +287,23 @@ def test_a_factor_is_held_against_its_own_level_over_all_others() -> None:
         -0.15, abs=0.002
     )
     assert effects["end at width 32: schedule wsd against constant"].seeds == 12
+
+
+def test_an_end_that_is_the_best_is_no_proof_of_power() -> None:
+    """Falling curves rise by 0 in every seed: what would have been seen is the test's, never 0."""
+    random = numpy.random.default_rng(0)
+
+    def falling(seed: int, count: int) -> GridRun:
+        losses = 3 + numpy.exp(-numpy.arange(count) / 3) + 0.01 * random.standard_normal(count)
+        losses[-1] = losses.min() - 0.01
+        run = made_by_hand(
+            f"{count}-{seed}", 3.0, seed=seed, losses=tuple(losses), width="32", schedule="wsd"
+        )
+        return dataclasses.replace(run, factors={**run.factors, "width": str(count)})
+
+    long, short = width_grid.answers([falling(seed, count) for count in (20, 6) for seed in range(3)])
+    assert long.decision == "not turned"
+    assert long.effect is not None
+    assert long.effect.value == 0
+    assert 0.01 < long.seen < 1
+    assert short.seen > long.seen

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
 
 from fullrank.diagnose.series.saturation import saturations
+from fullrank.results import Estimate
 from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
-from fullrank.studies.grid_plan import Done, Extent, Spec, compared, loss_curve, seeded, transformer, tuned
+from fullrank.studies.grid_plan import Done, Extent, Spec, loss_curve, seeded, transformer, tuned
 
 STATEMENT = Statement(
     question="Does the validation loss of narrow transformers turn late in training, and do spectrum, "
@@ -71,7 +73,7 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
     groups = dict.fromkeys((run.factors["width"], run.factors["schedule"]) for run in whole)
     for width, schedule in groups:
         mine = [run for run in whole if (run.factors["width"], run.factors["schedule"]) == (width, schedule)]
-        tests = [records[run.name] for run in mine]
+        label, tests = f"width {width}, {schedule} rate", [records[run.name] for run in mine]
         said = [one.outcome for one in tests]
         highest = max(one.interval[-1] for one in tests)
         weakest = max(tests, key=lambda one: one.smallest_rise_percent)
@@ -79,8 +81,13 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
         decision = "undecided"
         if len(mine) > 1 and len(set(said)) == 1:
             decision = said[0]
-        label = f"width {width}, {schedule} rate"
-        effect = compared(label, rises, STATEMENT.smallest)
+        # Of all seeds, by the test: an end that is the best has a rise of 0 in every seed, and no spread.
+        best = min(point.loss for run in mine for point in run.curve) / 100
+        effect = Estimate(
+            value=statistics.fmean(rises),
+            low=best * min(one.interval[0] for one in tests),
+            high=best * highest,
+        )
         sentence = (
             f"{label}: {', '.join(said)} (seed by seed); the end lies {max(rises):.4f} nats per token above "
             f"the best at most, {highest:.1f}% by the upper end of its interval, and in the least clear one "
@@ -88,8 +95,8 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
         )
         found.append(
             GridAnswer(
-                label=label, effect=effect.effect, seeds=len(mine), seen=effect.seen, decision=decision,
-                sentence=sentence,
+                label=label, effect=effect, seeds=len(mine), seen=best * weakest.smallest_rise_percent,
+                decision=decision, sentence=sentence,
             )
         )  # fmt: skip
     return tuple(found)
