@@ -174,6 +174,10 @@ def test_the_rule_by_hand() -> None:
     assert compared("x", [0.021, 0.019, 0.020], 0.1).decision == "no difference of interest"
     assert compared("x", [0.2, -0.1, 0.1], 0.1).decision == "undecided"
     assert compared("x", [], 0.1).effect is None
+    # No spread is no knowledge of the noise.
+    alike = compared("x", [0.0, 0.0, 0.0], 0.1)
+    assert (alike.decision, alike.seen) == ("no difference of interest", math.inf)
+    assert "noise is not known" in alike.sentence
 
 
 def test_a_grid_of_rates_grows_until_its_best_is_inside() -> None:

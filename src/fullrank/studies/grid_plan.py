@@ -184,7 +184,11 @@ def compared(
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(count)
     reach = float(stats.t.ppf(0.975, count - 1)) * error
     effect = Estimate(value=mean, low=mean - reach, high=mean + reach)
-    seen = float(stats.t.ppf(0.975, count - 1) + stats.t.ppf(0.8, count - 1)) * error
+    # Differences that are all alike, as of curves whose end is the best, do not tell how they scatter.
+    seen = float(stats.t.ppf(0.975, count - 1) + stats.t.ppf(0.8, count - 1)) * error or math.inf
+    power = (
+        f"{seen:.4f} would have been seen" if math.isfinite(seen) else "all alike: their noise is not known"
+    )
     if effect.high < 0 and mean <= -smallest:
         decision = words[0]
     elif effect.low > 0 and mean >= smallest:
@@ -195,7 +199,7 @@ def compared(
         decision = "undecided"
     sentence = (
         f"{label}: {mean:+.4f} {unit} (95%: {effect.low:+.4f} to {effect.high:+.4f} over {count} "
-        f"{of}; {seen:.4f} would have been seen): {decision}"
+        f"{of}; {power}): {decision}"
     )
     return GridAnswer(
         label=label, effect=effect, seeds=count, seen=seen, decision=decision, sentence=sentence, unit=unit
