@@ -75,7 +75,10 @@ def test_tokens_come_from_the_mixture_that_is_judged() -> None:
     noise = 4 * math.sqrt(0.25 / 20_000)
     assert float(log_probs.logsumexp(0)) == pytest.approx(0, abs=1e-5)
     assert float((share - log_probs.exp()).abs().max()) < noise
-    assert float((share - setting.plain(state).detach().exp()[0]).abs().max()) > 2 * noise
+    plain = setting.plain(state).detach()[0]
+    assert float((share - plain.exp()).abs().max()) > 2 * noise
+    ahead = (log_probs - plain)[targets]
+    assert float(ahead.mean()) > 8 * float(ahead.std()) / math.sqrt(len(ahead))
 
 
 def measured(setting: Setting, gain: float) -> Power:

@@ -172,9 +172,9 @@ def test_nothing_is_gained_from_a_teacher_that_a_softmax_can_follow() -> None:
     found = compared(taught_by, windows=42, settings=dataclasses.replace(QUICK, epochs=60))
     assert mean(found.original_divergences) > 0.02
     assert mean(found.fits["softmax"][0].divergences) < 1e-3
-    # Which sign a gain of 1e-9 has is the processor's.
+    # Which sign a gain of 1e-9 has is the processor's; an upgrade calls less than 5e-5 nothing.
     assert found.gain("mos").low < 1e-6
-    assert abs(found.gain("mos").value) < 1e-4
+    assert abs(found.gain("mos").value) < 5e-5
 
 
 def test_who_is_taught_by_itself_has_nothing_to_learn() -> None:

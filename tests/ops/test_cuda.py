@@ -245,8 +245,12 @@ def test_cuda_both_paths_give_the_same_gradients(kind, dtype):
         options = {"pointwise": FUNCTIONS[kind], "reduction": reduction}
         kernel = differentiate(tensors, targets, **options, impl="triton")
         plain = differentiate(tensors, targets, **options, impl="chunked")
-        for got, want in zip(kernel, plain, strict=True):
-            assert error(got, want) < (1e-5 if dtype == torch.float32 else 5e-3)
+        exact = differentiate([t.double() for t in tensors], targets, **options, impl="reference")
+        for got, want, right in zip(kernel, plain, exact, strict=True):
+            if dtype == torch.float32:
+                assert error(got, want) < 1e-5
+            # Scores in bf16 on the one path and in fp32 on the other: neither may be further out.
+            assert error(got, right) <= 1.1 * error(want, right) + 1e-6
 
 
 @gpu()

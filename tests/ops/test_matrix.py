@@ -35,7 +35,7 @@ from fullrank.ops import parallel as vocab_parallel
 from tests.ops.distil_truth import Teaching, outputs_truth
 from tests.ops.truth import CAP, Bounded, Case, truth, uneven
 
-N, K, D, V, PRIVATE = 4, 2, 5, 67, 2
+N, K, D, V, PRIVATE = 4, 2, 8, 67, 2
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 POINTWISE = {"identity": IDENTITY, "sigsoftmax": SIGSOFTMAX, "softcap": Softcap(CAP)}
 CONDITIONS = (
@@ -55,7 +55,9 @@ def make_case(
         return torch.randn(shape, generator=draw, dtype=torch.float64)
 
     vocab = {"odd": 129, "shifted": 200}.get(condition, V)
-    rows, weight, bias = normal(N, components, D), normal(vocab, D), normal(vocab)
+    # Whole eights of numbers go by descriptors, others do not.
+    width = 5 if condition == "odd" else D
+    rows, weight, bias = normal(N, components, width), normal(vocab, width), normal(vocab)
     prior, targets = normal(N, components).log_softmax(-1), torch.randint(vocab, (N,), generator=draw)
     token_weight = None
     if condition == "signed":
@@ -86,7 +88,7 @@ def make_case(
         bias += torch.linspace(-50.0, 50.0, vocab, dtype=torch.float64)
         targets[0], targets[1] = 190, 3
     if private:
-        rows[:, :, : D - private] = rows[:, :1, : D - private]
+        rows[:, :, : width - private] = rows[:, :1, : width - private]
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype)
@@ -151,7 +153,7 @@ def run_mixture(case: Case, reduction: str, **options: Any) -> dict[str, Tensor]
 
 
 def run_trunk(case: Case, reduction: str, **options: Any) -> dict[str, Tensor]:
-    shared = D - case.private
+    shared = case.rows.shape[2] - case.private
     leaves = {"trunk": leaf(case.rows[:, 0, :shared]), "private": leaf(case.rows[:, :, shared:])}
     leaves |= {"log_prior": leaf(case.log_prior), "weight": leaf(case.weight), "bias": leaf(case.bias)}
     loss = trunk_nll(
@@ -350,7 +352,7 @@ def make_teaching(case: Case, output: str, components: int) -> Teaching:
     elif name not in ("ids", "entropy"):
         # One that is about as sure of the same tokens: its own width, and its own number of components.
         sure = case.rows.nan_to_num(0.0).double().mean(1, keepdim=True)
-        asked.rows = (sure + 0.05 * normal(tokens, components, D)).to(dtype)
+        asked.rows = (sure + 0.05 * normal(tokens, components, sure.shape[2])).to(dtype)
         asked.weight = (case.weight.double() + 0.02 * normal(*case.weight.shape)).to(dtype)
         asked.log_prior = normal(tokens, components).log_softmax(1)
         asked.log_prior = asked.log_prior if dtype == torch.float64 else asked.log_prior.float()

@@ -84,6 +84,11 @@ def jit(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
+def jit_for_any(*counts: str) -> Callable[[Callable[..., Any]], Any]:
+    """As `jit`, but compiled once whatever these integers are: not again where one is 1 or divisible by 16."""
+    return lambda function: function if triton is None else triton.jit(function, do_not_specialize=counts)
+
+
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
@@ -114,15 +119,10 @@ def bend(scores, constant, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def take(  # type: ignore[no-untyped-def]
-    scores, bias, column, V, stride, constant, KIND: tl.constexpr, BIASED: tl.constexpr, TAIL: tl.constexpr,
+def settle(  # type: ignore[no-untyped-def]
+    score, bias, column, V, stride, constant, KIND: tl.constexpr, BIASED: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """f and f' at some columns of a row; what is masked or beyond V is -inf. Only a TAIL may go beyond V."""
-    if TAIL:
-        # The bound is the stride, a multiple of 16, so that the loads stay 16 bytes wide for any V.
-        score = tl.load(scores + column, mask=column < stride, other=0.0).to(tl.float32)
-    else:
-        score = tl.load(scores + column).to(tl.float32)
+    """f and f' of scores at some columns; what is masked or beyond V is -inf. Only a TAIL may go beyond V."""
     if BIASED:
         # As long as the stride, with -inf beyond V: the bias is the mask of the tail as well.
         shift = tl.load(bias + column, mask=column < stride, other=float("-inf"))
@@ -133,6 +133,20 @@ def take(  # type: ignore[no-untyped-def]
         value = tl.where(masked, float("-inf"), value)
     elif TAIL:
         value = tl.where(column < V, value, float("-inf"))
+    return value, slope
+
+
+@jit
+def take(  # type: ignore[no-untyped-def]
+    scores, bias, column, V, stride, constant, KIND: tl.constexpr, BIASED: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """`settle` of the scores at some columns of a row."""
+    if TAIL:
+        # The bound is the stride, a multiple of 16, so that the loads stay 16 bytes wide for any V.
+        score = tl.load(scores + column, mask=column < stride, other=0.0).to(tl.float32)
+    else:
+        score = tl.load(scores + column).to(tl.float32)
+    value, slope = settle(score, bias, column, V, stride, constant, KIND, BIASED, TAIL)
     return value, slope
 
 

@@ -243,7 +243,7 @@ class TorchMixture:
         self.entropy = rows.new_zeros(N, dtype=self.vocabulary.wide) if stats else None
         self._state: ChunkState | None = None
 
-    def score_ahead(self) -> None:
+    def score_ahead(self, targets: Tensor) -> None:
         """No device waits here for the host: only room for the gradients is made."""
         self.make_room()
 

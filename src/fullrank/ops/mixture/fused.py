@@ -1,8 +1,8 @@
 """The mixture's pass with a kernel between the products: `chunked.py` with `kernels.py` for its tiles.
 
 A chunk is one product for its scores, one kernel that turns them into Q in place (`kernels.score_rows`), one
-for losses and shares, and two products. W and the buffer's rows are padded to whole 64s of entries, which the
-fast products and the kernel want.
+for losses and shares, and two products; or, where `product.py` serves, its product for both of the first. W
+and the buffer's rows are padded to whole 64s of entries, which the fast products and the kernels want.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fullrank.ops.mixture.kernels import mix_rows, score_rows
+from fullrank.ops.mixture.product import raise_rows, tile_for
 from fullrank.ops.pointwise import Pointwise
 from fullrank.ops.products import Gradients, Needs, add_bias, add_product, scale
 from fullrank.ops.reduce import Statistics
@@ -40,7 +41,8 @@ def padded(V: int) -> int:
 def chunk_tokens(*, N: int, K: int, D: int, V: int, product: torch.dtype, workspace: int) -> int:
     """Tokens in a chunk; 0 where the workspace cannot hold all V scores of enough rows."""
     narrow, wide = product.itemsize, 4
-    row_bytes = D * (2 * narrow + 2 * wide) + padded(V) * narrow
+    # The sums of tiles of 64 entries or more stand beside the scores.
+    row_bytes = D * (2 * narrow + 2 * wide) + padded(V) * narrow + padded(V) // 64 * wide
     most = max(1, min(N, DEVICE_MOST_ROWS // K))
     # An eighth is left for what stands beside the chunk.
     tokens = min(most, (workspace - workspace // 8) // (K * row_bytes))
@@ -85,16 +87,23 @@ class KernelMixture:
         self.narrow = narrow and NARROW_CHUNKS * size >= N and product == weight.dtype == torch.bfloat16
         self.sums = Gradients()
         self.d_rows: Tensor | None = None
+        self._tile = tile_for(self.weight, product) if needs.products else None
         self._ahead = 0
+        self._found: Statistics | None = None
         self._current: tuple[Tensor, Tensor | None] | None = None
 
-    def score_ahead(self) -> None:
+    def score_ahead(self, targets: Tensor) -> None:
         """Scores of the first rows as if no token were ignored: the device has something to do while the host
         looks at the targets and makes room for the gradients. Where some are ignored that much is lost."""
         worth = AHEAD // (2 * self.D * self._buffer.shape[1]) // ROUND_ROWS * ROUND_ROWS
         self._ahead = min(max(worth, ROUND_ROWS), self.rows.shape[0] * self.K, self._buffer.shape[0])
         tokens = slice(0, -(-self._ahead // self.K))
-        torch.mm(self.chunk_rows(tokens)[: self._ahead], self.weight.t(), out=self._buffer[: self._ahead])
+        rows = self.chunk_rows(tokens)[: self._ahead]
+        if self._tile is None:
+            torch.mm(rows, self.weight.t(), out=self._buffer[: self._ahead])
+        else:
+            self._found = self._empty_statistics(self._buffer)
+            self._raise(rows, targets[tokens].repeat_interleave(self.K)[: self._ahead], self._found, 0)
         self.make_room()
 
     def make_room(self) -> None:
@@ -122,6 +131,18 @@ class KernelMixture:
             torch.mm(rows[done:], self.weight.t(), out=lines[done:])
         return lines if lines.shape[1] == self.V else lines[:, : self.V]
 
+    def _raise(self, rows: Tensor, targets: Tensor, found: Statistics, done: int) -> None:
+        """Q in the buffer but for the factor of each row; of the first rows it is done."""
+        assert self._tile is not None
+        R = rows.shape[0]
+        if done < R:
+            rows = rows.contiguous()[done:]
+            raise_rows(
+                rows if rows.data_ptr() % 16 == 0 else rows.clone(), self.weight, self.bias, targets[done:],
+                self.pointwise, places=found.at(slice(done, R)), out=self._buffer[done:R], V=self.V,
+                tile=self._tile,
+            )  # fmt: skip
+
     def _empty_statistics(self, rows: Tensor) -> Statistics:
         return Statistics(*(rows.new_empty(rows.shape[0], dtype=torch.float32) for _ in range(3)))
 
@@ -133,6 +154,13 @@ class KernelMixture:
     def losses(self, chunk: Chunk, nll: Tensor) -> Tensor | None:
         rows, gradient, lacking = self.chunk_rows(chunk.index), self.needs.products, None
         done, self._ahead = self._ahead if isinstance(chunk.index, slice) else 0, 0
+        if self._tile is not None:
+            whole = self._found if self._found is not None and done else self._empty_statistics(rows)
+            found, self._found = whole.at(slice(0, rows.shape[0])), None
+            self._raise(rows, chunk.row_targets, found, done)
+            share, lacking = mix_rows(found, chunk.log_prior, nll)
+            self._current = rows, lacking.flatten()
+            return share
         scores = self._score(rows, done)
         if self.K == 1 and chunk.weight is None and not self.needs.prior:
             places = (chunk.log_prior.contiguous(), nll)

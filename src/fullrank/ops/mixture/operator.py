@@ -161,7 +161,7 @@ def _make_mixture(
             rows, weight, bias, pointwise, needs=wanted, product=product, workspace=workspace, impl=impl,
             stats=stats, narrow=narrow,
         )  # fmt: skip
-        work.score_ahead()
+        work.score_ahead(targets)
         tokens = look.tokens()
         if tokens.positions is not None and work.d_rows is not None:
             work.d_rows.zero_()
