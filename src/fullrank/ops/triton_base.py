@@ -85,7 +85,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def jit_for_any(*counts: str) -> Callable[[Callable[..., Any]], Any]:
-    """As `jit`, but compiled once whatever these integers are: not again where one is 1 or divisible by 16."""
+    """As `jit`, but compiled once whatever these integers are, be they 1 or divisible by 16."""
     return lambda function: function if triton is None else triton.jit(function, do_not_specialize=counts)
 
 

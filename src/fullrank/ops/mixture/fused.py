@@ -152,30 +152,28 @@ class KernelMixture:
         return found
 
     def losses(self, chunk: Chunk, nll: Tensor) -> Tensor | None:
-        rows, gradient, lacking = self.chunk_rows(chunk.index), self.needs.products, None
+        rows, gradient = self.chunk_rows(chunk.index), self.needs.products
         done, self._ahead = self._ahead if isinstance(chunk.index, slice) else 0, 0
-        if self._tile is not None:
-            whole = self._found if self._found is not None and done else self._empty_statistics(rows)
-            found, self._found = whole.at(slice(0, rows.shape[0])), None
-            self._raise(rows, chunk.row_targets, found, done)
-            share, lacking = mix_rows(found, chunk.log_prior, nll)
-            self._current = rows, lacking.flatten()
-            return share
-        scores = self._score(rows, done)
-        if self.K == 1 and chunk.weight is None and not self.needs.prior:
+        if self._tile is None and self.K == 1 and chunk.weight is None and not self.needs.prior:
             places = (chunk.log_prior.contiguous(), nll)
-            score_rows(scores, self.bias, chunk.targets, self.pointwise, places=places, gradient=gradient)
-            share = None
-        else:
-            found = self._empty_statistics(rows)
-            raised = gradient and self.product != torch.float16
             score_rows(
-                scores, self.bias, chunk.row_targets, self.pointwise, places=found, gradient=gradient,
-                raised=raised,
+                self._score(rows, done), self.bias, chunk.targets, self.pointwise, places=places,
+                gradient=gradient,
             )  # fmt: skip
-            share, lacking = mix_rows(found, chunk.log_prior, nll)
-            lacking = lacking.flatten() if raised else None
-        self._current = rows, lacking
+            self._current = rows, None
+            return None
+        raised = gradient and self.product != torch.float16
+        found = self._found if self._found is not None and done else self._empty_statistics(rows)
+        found, self._found = found.at(slice(0, rows.shape[0])), None
+        if self._tile is not None:
+            self._raise(rows, chunk.row_targets, found, done)
+        else:
+            score_rows(
+                self._score(rows, done), self.bias, chunk.row_targets, self.pointwise, places=found,
+                gradient=gradient, raised=raised,
+            )  # fmt: skip
+        share, lacking = mix_rows(found, chunk.log_prior, nll)
+        self._current = rows, lacking.flatten() if raised else None
         return share
 
     def gradients(self, chunk: Chunk, upstream: Tensor | None) -> None:
