@@ -84,6 +84,7 @@ def test_settings_that_need_each_other_come_in_any_order() -> None:
         ("steps=-1", "steps >= 0"),
         ("epochs=0", "epochs > 0"),
         ("evaluate_every=-2", "evaluate_every=-2 is impossible"),
+        ("evaluate_tokens=-2", "evaluate_tokens=-2 is impossible"),
         ("checkpoint_every=-2", "at least 0"),
         ("jitter_longer=-1", "at least 0"),
         ("optimiser.nonmonotone=-1", "at least 0"),

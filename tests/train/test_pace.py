@@ -81,3 +81,17 @@ def test_devices_are_not_held_up_every_step() -> None:
     ]
     assert looks[:2] == [1, 1]
     assert looks[2] > 1
+
+
+def test_an_evaluation_takes_a_share_of_the_time_where_nobody_says_how_many_tokens() -> None:
+    assert pace(config("steps=20000", "evaluate_every=10000")).evaluate_tokens == 0
+    assert pace(config("evaluate_tokens=999")).evaluate_tokens == 999
+    asked = config("evaluate_tokens=-1", "steps=20000", "evaluate_every=10000")
+    # A step takes three times as long as an evaluation of as many tokens.
+    assert pace(asked).evaluate_tokens / (3 * 10_000 * 12 * 10) == pytest.approx(0.02)
+    assert pace(config("evaluate_tokens=-1")).evaluate_tokens == 16_384
+
+
+def test_transformers_are_evaluated_on_a_sample() -> None:
+    assert recipe("pythia-160m", "softmax").evaluate_tokens == -1
+    assert recipe("awd-lstm", "softmax").evaluate_tokens == 0

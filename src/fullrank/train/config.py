@@ -159,7 +159,8 @@ class Config:
     evaluate_every: int = 0
     """Steps from one evaluation to the next; 0 is one an epoch, and at least ten in a run."""
     evaluate_tokens: int = 0
-    """Validation tokens of an evaluation while training, from all over the split; 0 is all."""
+    """Validation tokens of an evaluation while training, from all over the split; 0 is all, -1 as many as
+    take some 2% of training's time."""
     final_tokens: int = 0
     """Tokens of the last evaluations, of validation and test, with the best weights; 0 is all."""
     evaluate_batch: int = 16
@@ -198,7 +199,7 @@ class Config:
                 "epochs > 0"
             )
         amounts = (
-            "jitter_longer", "activation", "temporal", "z_loss", "evaluate_every", "evaluate_tokens",
+            "jitter_longer", "activation", "temporal", "z_loss", "evaluate_every",
             "final_tokens", "checkpoint_every", "snapshot_every", "skip", "optimiser.weight_decay",
             "optimiser.clip", "optimiser.warmup", "optimiser.decay", "optimiser.final",
             "optimiser.nonmonotone", "optimiser.finetune_epochs", "head.balance",
@@ -207,6 +208,11 @@ class Config:
         for name in amounts:
             if not _value(self, name) >= 0:
                 raise FullrankError(f"{name}={_value(self, name)} is impossible: expected at least 0")
+        if self.evaluate_tokens < -1:
+            raise FullrankError(
+                f"evaluate_tokens={self.evaluate_tokens} is impossible: expected a number of tokens, "
+                "0 for all or -1 for a share of the time"
+            )
         check_temperature(self.body.attention_temperature, "body.attention_temperature")
         rates = ("lr", "finetune_lr") if self.optimiser.finetune_epochs else ("lr",)
         for name in rates:

@@ -385,7 +385,7 @@ class Session:
             alone = self.learner.sharded
             scored = None
             if self.main or not alone:
-                scored = self._score(model, "valid", self.config.evaluate_tokens, alone=alone)
+                scored = self._score(model, "valid", self.pace.evaluate_tokens, alone=alone)
             if self.main and scored is not None:
                 loss, found, started = scored.loss, {}, time.perf_counter()
                 if self.options.monitors and math.isfinite(loss):

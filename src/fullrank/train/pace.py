@@ -14,6 +14,9 @@ LOG_LINES = 10
 """Lines about training from one evaluation to the next."""
 EARLY = 512
 """The last of the snapshots that Pythia keeps of a beginning."""
+EVALUATED, FEWEST = 0.06, 16_384
+"""Where nobody says how many: tokens of an evaluation for each that was trained since the last one, which is
+2% of the time, for a step takes three times as long as an evaluation; and the fewest that tell something."""
 AGREE_EVERY = 8
 """Steps between two looks at whether another process was told to stop, on devices, which a look holds up."""
 
@@ -40,6 +43,8 @@ class Pace:
     stage_steps: int
     """Of its first stage."""
     evaluate_every: int
+    evaluate_tokens: int
+    """0 is all."""
     log_every: int
     checkpoint_every: int
     """0 is at every evaluation."""
@@ -57,12 +62,17 @@ class Pace:
             known = horizon or budget.steps(tokens=config.batch * config.length, flops=flops)
             steps = stage_steps = known or UNKNOWN
         evaluate_every = config.evaluate_every or max(1, min(batches.steps(0), steps // 10))
+        evaluate_tokens = config.evaluate_tokens
+        if evaluate_tokens < 0:
+            trained = evaluate_every * config.batch * config.length
+            evaluate_tokens = max(FEWEST, round(EVALUATED * trained))
         # A launcher waits half a minute before it kills: slow steps must not come before the look.
         at_once = machine.num_processes == 1 or machine.device.type == "cpu"
         return cls(
             steps=steps,
             stage_steps=stage_steps,
             evaluate_every=evaluate_every,
+            evaluate_tokens=evaluate_tokens,
             log_every=max(1, evaluate_every // LOG_LINES),
             checkpoint_every=config.checkpoint_every,
             agree_every=1 if at_once else AGREE_EVERY,

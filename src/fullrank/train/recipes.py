@@ -143,7 +143,7 @@ def transformer(name: str, kind: Literal["neox", "llama"], size: Size, entries: 
         ),
         head=HeadConfig(name=head, components=4, bias=False, tie=False),
         optimiser=OptimiserConfig(lr=lr, weight_decay=0.1, beta2=0.95, clip=1.0, warmup=0.01, final=0.1),
-        batch=64, length=512, epochs=1.0, evaluate_batch=16,
+        batch=64, length=512, epochs=1.0, evaluate_batch=16, evaluate_tokens=-1,
     )  # fmt: skip
     if size is not TINY:
         return config
