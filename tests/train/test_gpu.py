@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,26 @@ def test_a_step_as_one_graph_learns_the_same(
     apart = sum(float((ends[0][name] - end).square().sum()) for name, end in ends[1].items())
     learnt = sum(float((before[name] - end).square().sum()) for name, end in ends[1].items())
     assert apart < 0.01 * learnt
+
+
+def test_a_capture_does_not_mind_a_batch_that_is_pinned_beside_it(text: Path, tmp_path: Path) -> None:
+    """The thread that makes batches is slow on a busy machine: it pins memory while the step is captured."""
+    done = threading.Event()
+
+    def pin() -> None:
+        size = 1
+        while not done.is_set():
+            # Of a new size, so that memory is asked of the driver and not of what torch keeps.
+            torch.empty(size, dtype=torch.uint8).pin_memory()
+            size = size * 2 if size < 1 << 28 else 1
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        assert run(text, tmp_path / "run", config("precision=fp32", "compile=off")).reason == "finished"
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_head_that_asks_the_device_trains_without_a_graph(text: Path, tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ class CapturedStep:
             group["capturable"] = True
         self.graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(self.graph):
+            # The threads that pin the next batch and write checkpoints go on beside it.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.found = update(self.ids, self.targets)
         except RuntimeError as error:
             raise FullrankError(
