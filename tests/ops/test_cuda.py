@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.ops import IDENTITY, SIGSOFTMAX, Pointwise, Softcap, mixture_nll
+from fullrank.ops.mixture import fused, product
 from fullrank.ops.reduce import Statistics, count_targets
 from fullrank.ops.workspace import MIB
 
@@ -29,6 +30,8 @@ FUNCTIONS = {"identity": IDENTITY, "sigsoftmax": SIGSOFTMAX, "softcap": Softcap(
 ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 every_function = pytest.mark.parametrize("kind", FUNCTIONS)
+# From how much work on scores leave their product as exponentials.
+either_product = pytest.mark.parametrize("work", [0, 10**15], ids=["raised", "passed"])
 every_dtype = pytest.mark.parametrize("dtype", ROUNDING, ids=["fp32", "fp16", "bf16"])
 
 
@@ -158,8 +161,6 @@ def test_what_cannot_be_served_says_why(make_problem):
 )
 def test_a_device_takes_chunks_of_the_best_size(N, K, D, V, rows):
     """The default workspace of a large device; even chunks may be a little smaller."""
-    from fullrank.ops.mixture import fused
-
     tokens = fused.chunk_tokens(N=N, K=K, D=D, V=V, product=torch.bfloat16, workspace=2048 * MIB)
     assert 0.8 * rows <= tokens * K <= rows
     assert fused.padded(V) % 64 == 0
@@ -220,15 +221,17 @@ def as_good_as_eager(tensors: list[Tensor], targets: Tensor, floor: float = 1e-6
         assert error(got, exact) <= 2 * error(eager, exact) + floor
 
 
-@gpu(every_function, pytest.mark.parametrize("reduction", ["mean", "none"]), every_dtype)
-def test_cuda_as_exact_as_eager(kind, dtype, reduction):
+@gpu(every_function, pytest.mark.parametrize("reduction", ["mean", "none"]), every_dtype, either_product)
+def test_cuda_as_exact_as_eager(kind, dtype, reduction, work, monkeypatch):
+    monkeypatch.setattr(fused, "ENOUGH_WORK", work)
     for V in (5003, 64):
         *tensors, targets = draw(123, 4, 280, V, dtype)
         as_good_as_eager(tensors, targets, pointwise=FUNCTIONS[kind], reduction=reduction)
 
 
-@gpu(every_function, every_dtype)
-def test_cuda_bias_and_masks(kind, dtype):
+@gpu(every_function, every_dtype, either_product)
+def test_cuda_bias_and_masks(kind, dtype, work, monkeypatch):
+    monkeypatch.setattr(fused, "ENOUGH_WORK", work)
     *tensors, targets = draw(200, 3, 64, 3001, dtype)
     bias = torch.randn(3001, device="cuda")
     bias[::7] = -torch.inf
@@ -237,8 +240,11 @@ def test_cuda_bias_and_masks(kind, dtype):
     as_good_as_eager([*tensors, bias], targets, floor, pointwise=FUNCTIONS[kind])
 
 
-@gpu(every_function, pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str))
-def test_cuda_both_paths_give_the_same_gradients(kind, dtype):
+@gpu(
+    every_function, pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str), either_product
+)
+def test_cuda_both_paths_give_the_same_gradients(kind, dtype, work, monkeypatch):
+    monkeypatch.setattr(fused, "ENOUGH_WORK", work)
     *tensors, targets = draw(301, 5, 72, 10_001, dtype)
     targets[::9] = -100
     for reduction in ("mean", "none"):
@@ -249,9 +255,8 @@ def test_cuda_both_paths_give_the_same_gradients(kind, dtype):
         for got, want, right in zip(kernel, plain, exact, strict=True):
             if dtype == torch.float32:
                 assert error(got, want) < 1e-5
-            # Scores in bf16 on the one path and in fp32 on the other: the first may not be further out.
-            print(kind, reduction, error(got, right), error(want, right))
-            assert error(got, right) <= 1.1 * error(want, right) + 1e-6
+            # The products' own rounding differs, and no more may; where scores stay in fp32 losses are exact.
+            assert error(got, right) <= 1.25 * error(want, right) + 1e-6
 
 
 @gpu()
@@ -259,8 +264,6 @@ def test_cuda_more_scores_than_int32_can_index():
     """One chunk whose last rows lie beyond 2^31 scores: they must be scored, and written, at their place."""
     R, V = 45_056, 50_257
     assert R * V > 2**31
-    from fullrank.ops.mixture import fused
-
     buffer = torch.zeros(R, fused.padded(V), dtype=torch.bfloat16, device="cuda")
     scores = buffer[:, :V]
     last = torch.randn(3, V, device="cuda").bfloat16()
@@ -373,3 +376,21 @@ def test_cuda_repeats_itself_bit_for_bit():
     first, second = (differentiate(tensors, targets, impl="triton") for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
+
+
+@gpu()
+def test_cuda_every_tile_makes_the_same_exponentials():
+    rows, _, weight, targets = draw(300, 1, 72, 640, torch.bfloat16)
+    rows, exact = rows[:, 0], rows[:, 0].double() @ weight.double().t()
+    for tile in product.TILES:
+        places = Statistics(*(torch.empty(300, device="cuda") for _ in range(3)))
+        out = rows.new_empty(300, 640)
+        product.raise_rows(
+            rows, weight, None, targets, IDENTITY, places=places, out=out, V=640, tile=tile
+        )  # fmt: skip
+        found = out.double().scatter(
+            1, targets[:, None], (places.target - places.maximum)[:, None].exp().double()
+        )
+        found /= places.others[:, None] + (places.target - places.maximum)[:, None].exp()
+        torch.testing.assert_close(found, exact.softmax(1), rtol=2**-8, atol=1e-9)
+    assert product.measured_tile(torch.device("cuda", 0), 640, 72) in (None, *product.TILES)

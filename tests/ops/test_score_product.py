@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fullrank.ops import IDENTITY, SIGSOFTMAX, Pointwise, mixture_nll
 from fullrank.ops.mixture import fused, product
+from fullrank.ops.mixture.kernels import mix_rows
+from fullrank.ops.reduce import Statistics
 
 pytestmark = pytest.mark.interpreter
 
@@ -132,3 +134,22 @@ def test_what_it_cannot_take_goes_the_other_way(calls: list[int], other: str) ->
         given = {n: value.float() if value.is_floating_point() else value for n, value in given.items()}
     check(given)
     assert not calls
+
+
+def test_the_target_keeps_its_digits_in_bf16() -> None:
+    """What stands there is rounded, and the factor of its row makes that good."""
+    generator = torch.Generator().manual_seed(0)
+    others = 100 * torch.rand(50, generator=generator) + 1
+    maximum, target = torch.zeros(50), -torch.rand(50, generator=generator)
+    _, factor = mix_rows(
+        Statistics(maximum, others, target), torch.zeros(50, 1), torch.empty(50), narrow=True
+    )
+    exact = others / (others + target.exp())
+    entry = cut_off(others)
+    assert float((entry - others).abs().max()) > 1e-3
+    torch.testing.assert_close(entry * factor[:, 0], exact, rtol=1e-6, atol=0.0)
+
+
+def cut_off(x: Tensor) -> Tensor:
+    """x as the interpreter keeps it in bf16."""
+    return (x.view(torch.int32) & -65536).view(torch.float32)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fullrank.ops.mixture.kernels import mix_rows, score_rows
 from fullrank.ops.mixture.product import raise_rows, tile_for
-from fullrank.ops.pointwise import Pointwise
+from fullrank.ops.pointwise import IDENTITY, Pointwise
 from fullrank.ops.products import Gradients, Needs, add_bias, add_product, scale
 from fullrank.ops.reduce import Statistics
 from fullrank.ops.workspace import DEVICE_MOST_ROWS, LEAST_ROWS, MIB, Chunk, at
@@ -29,6 +29,9 @@ ENOUGH_BYTES = 640 * MIB
 # Operations of the product that runs while the host looks at the targets: half a millisecond, or all of the
 # first chunk where that is less, so that the device never waits.
 AHEAD = 350_000_000_000
+# Operations of all scores from which `product.py` pays: below, the host takes longer to launch its three
+# kernels than the device gains, some milliseconds on an H200.
+ENOUGH_WORK = 1_000_000_000_000
 # A sum of so many products is rounded to bf16 along with each of them: one rounding more than a sum in fp32,
 # for half the memory of W's gradient. fp16 could not hold a sum over tokens.
 NARROW_CHUNKS = 2
@@ -87,7 +90,8 @@ class KernelMixture:
         self.narrow = narrow and NARROW_CHUNKS * size >= N and product == weight.dtype == torch.bfloat16
         self.sums = Gradients()
         self.d_rows: Tensor | None = None
-        self._tile = tile_for(self.weight, product) if needs.products else None
+        worth = not rows.is_cuda or 2 * N * K * D * self.V >= ENOUGH_WORK
+        self._tile = tile_for(self.weight, product) if needs.products and worth else None
         self._ahead = 0
         self._found: Statistics | None = None
         self._current: tuple[Tensor, Tensor | None] | None = None
@@ -172,7 +176,8 @@ class KernelMixture:
                 self._score(rows, done), self.bias, chunk.row_targets, self.pointwise, places=found,
                 gradient=gradient, raised=raised,
             )  # fmt: skip
-        share, lacking = mix_rows(found, chunk.log_prior, nll)
+        narrow = raised and self.product == torch.bfloat16 and self.pointwise is IDENTITY
+        share, lacking = mix_rows(found, chunk.log_prior, nll, narrow=narrow)
         self._current = rows, lacking.flatten() if raised else None
         return share
 

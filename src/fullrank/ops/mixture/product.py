@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fullrank.ops.mixture.kernels import score_rows
 from fullrank.ops.pointwise import IDENTITY, Pointwise
 from fullrank.ops.reduce import Statistics
 from fullrank.ops.triton_base import (
@@ -252,10 +253,8 @@ def tile_for(weight: Tensor, product: torch.dtype) -> Tile | None:
 def measured_tile(device: torch.device, V: int, D: int) -> Tile | None:
     """The fastest on this chip, tried once a shape: not while a graph is captured, which needs a warm-up call
     anyway."""
-    from fullrank.ops.mixture.kernels import score_rows
-
     try:
-        times = {tile: _milliseconds(step) for tile, step in _steps(device, V, D, score_rows).items()}
+        times = {tile: _milliseconds(step) for tile, step in candidates(device, 1024, V, D).items()}
     except torch.OutOfMemoryError:
         return None
     best = min(times, key=times.__getitem__)
@@ -265,23 +264,22 @@ def measured_tile(device: torch.device, V: int, D: int) -> Tile | None:
     return best
 
 
-def _steps(
-    device: torch.device, V: int, D: int, score_rows: Callable[..., None]
-) -> dict[Tile | None, Callable[[], None]]:
-    R = 1024
+def candidates(device: torch.device, R: int, V: int, D: int) -> dict[Tile | None, Callable[[], None]]:
+    """Ways to Q of R random rows: a tile each, and the product and the pass."""
     rows, weight = (torch.randn(size, D, device=device).bfloat16() for size in (R, V))
+    weight /= math.sqrt(D)
     targets = torch.zeros(R, dtype=torch.int64, device=device)
     out = rows.new_empty(R, V)
     places = Statistics(*(targets.new_empty(R, dtype=torch.float32) for _ in range(3)))
 
-    def pass_over() -> None:
+    def passed() -> None:
         torch.mm(rows, weight.t(), out=out)
         score_rows(out, None, targets, IDENTITY, places=places, gradient=True, raised=True)
 
     def raised(tile: Tile) -> None:
         raise_rows(rows, weight, None, targets, IDENTITY, places=places, out=out, V=V, tile=tile)
 
-    return {None: pass_over, **{tile: functools.partial(raised, tile) for tile in TILES}}
+    return {None: passed, **{tile: functools.partial(raised, tile) for tile in TILES}}
 
 
 def _milliseconds(step: Callable[[], None]) -> float:
