@@ -11,8 +11,8 @@ reaches as far as fp32 does, so g need not be the maximum: only a row whose maxi
 its anchor is made anew, one entry at a time, by the last kernel. Scores are never rounded to bf16 on the way.
 
 bf16 only, D a multiple of 8 (tiles come by descriptors), and on a chip where a product of Triton's keeps up
-with cuBLAS's: what `TILES` lists for a chip was measured there; another chip, from Hopper on, measures once
-for each shape, and takes the product and the pass of `fused.py` where these are faster.
+with cuBLAS's: `tile_for` has what was measured on an H200 for Hopper; a newer chip measures once for each
+shape, and takes the product and the pass of `fused.py` where these are faster.
 """
 
 from __future__ import annotations
@@ -266,8 +266,12 @@ def measured_tile(device: torch.device, V: int, D: int) -> Tile | None:
 
 def candidates(device: torch.device, R: int, V: int, D: int) -> dict[Tile | None, Callable[[], None]]:
     """Ways to Q of R random rows: a tile each, and the product and the pass."""
-    rows, weight = (torch.randn(size, D, device=device).bfloat16() for size in (R, V))
-    weight /= math.sqrt(D)
+    # The caller's random numbers go on as they were.
+    generator = torch.Generator(device).manual_seed(0)
+    rows, weight = (
+        torch.empty(size, D, device=device, dtype=torch.bfloat16).normal_(std=std, generator=generator)
+        for size, std in ((R, 1.0), (V, D**-0.5))
+    )
     targets = torch.zeros(R, dtype=torch.int64, device=device)
     out = rows.new_empty(R, V)
     places = Statistics(*(targets.new_empty(R, dtype=torch.float32) for _ in range(3)))
