@@ -5,6 +5,8 @@ W's gradient over all N K rows. They run in the same rounds into preallocated bu
 several sizes, and the best cut counts. Where V is no multiple of 64 W is padded for them: bare products at an
 odd V take several times as long, and no implementation is measured by that.
 
+    time            of a call behind another of the same, as in training; `alone_...`: of one that begins on
+                    an idle device, over products that do
     extra memory    the most that is allocated during a call beyond what was before it, less the gradients
     gradient error  |g - exact| / |exact| against fp64 on the same inputs, all N tokens; the larger of rows'
                     and W's
@@ -20,7 +22,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -133,14 +135,28 @@ def bare_products(inputs: LayerInputs) -> dict[str, Step]:
     return {f"products, {chunk} rows": partial(products, chunk) for chunk in sizes}
 
 
-def fill(row: Row, ready: Ready, times: list[float], products: float) -> None:
-    taken = statistics.median(times)
+class Times(NamedTuple):
+    """Seconds of a call of each counted round."""
+
+    alone: list[float]
+    behind: list[float]
+
+
+def fill(row: Row, ready: Ready, times: Times, products: list[Times]) -> None:
+    """`products` are those of every cut, the best of which counts."""
+    alone, behind = (statistics.median(each) for each in times)
+    bare_alone, bare = (
+        min(statistics.median(cut[which]) for cut in products) for which in range(len(Times._fields))
+    )
     known = [error for error in (ready.errors.get("rows"), ready.errors.get("weight")) if error is not None]
     row |= {
-        "milliseconds": 1e3 * taken,
-        "all_milliseconds": [1e3 * each for each in times],
-        "products_milliseconds": 1e3 * products,
-        "time_over_products": taken / products,
+        "milliseconds": 1e3 * behind,
+        "all_milliseconds": [1e3 * each for each in times.behind],
+        "alone_milliseconds": 1e3 * alone,
+        "all_alone_milliseconds": [1e3 * each for each in times.alone],
+        "products_milliseconds": 1e3 * bare,
+        "time_over_products": behind / bare,
+        "alone_over_products": alone / bare_alone,
         "extra_mib": ready.extra,
         "gradient_error": max(known) if known else None,
         "gradient_errors": ready.errors,
@@ -156,15 +172,18 @@ def measure_together(
         # Rows that have the same products share them.
         steps |= {f"{name} of {id(cuts)}": step for name, step in cuts.items()}
     steps |= {str(place): each.step for place, each in enumerate(ready) if isinstance(each, Ready)}
-    times, failed = in_rounds(steps, settings.device, settings.repeats)
+    found = in_rounds(steps, settings.device, settings.repeats)
+    times = {name: Times(found.alone[name], found.behind[name]) for name in found.alone}
     for place, (row, each, cuts) in enumerate(zip(rows, ready, products, strict=True)):
         bare = [times[name] for name in (f"{name} of {id(cuts)}" for name in cuts) if name in times]
         if isinstance(each, str):
             row["missing"] = each
-        elif str(place) in failed or not bare:
-            row["missing"] = failed.get(str(place)) or f"its products: {next(iter(failed.values()))}"
+        elif str(place) in found.failed or not bare:
+            row["missing"] = (
+                found.failed.get(str(place)) or f"its products: {next(iter(found.failed.values()))}"
+            )
         else:
-            fill(row, each, times[str(place)], min(statistics.median(one) for one in bare))
+            fill(row, each, times[str(place)], bare)
 
 
 def measure_layer(settings: Settings, D: int, V: int, K: int) -> list[Row]:

@@ -31,9 +31,9 @@ from benchmarks.gpu_step import measure_steps
 from benchmarks.measure import Budget, quick_collections, reason, release
 from fullrank.results import provenance, write_whole
 
-KIND, VERSION = "output_layer", 3
+KIND, VERSION = "output_layer", 4
 LISTS = {"layer": "rows", "stages": "stages", "step": "steps", "decode": "decoding"}
-FIGURES = ("milliseconds", "time_over_products", "extra_mib", "gradient_error")
+FIGURES = ("milliseconds", "time_over_products", "alone_over_products", "extra_mib", "gradient_error")
 PEERS = ("cut_cross_entropy", "liger_kernel", "quack")
 
 

@@ -60,7 +60,8 @@ def number(row: Row, name: str, form: str = ".2f") -> str:
 
 
 def layer_table(rows: list[Row]) -> str:
-    """A line a shape and K, a column an implementation: time over its products, extra MiB, gradient error."""
+    """A line a shape and K, a column an implementation: time over its products behind another call and from
+    an idle device, extra MiB, gradient error."""
     rows = [row for row in rows if row.get("part") == "peers"]
     if not rows:
         return ""
@@ -84,9 +85,13 @@ def layer_table(rows: list[Row]) -> str:
                 cells.append(number(row, "time_over_products"))
             else:
                 error = number(row, "gradient_error", ".0e")
-                cells.append(f"{row['time_over_products']:.2f} {mib(row['extra_mib'])} {error}")
+                alone = number(row, "alone_over_products")
+                cells.append(f"{row['time_over_products']:.2f} ({alone}) {mib(row['extra_mib'])} {error}")
         lines.append(cells)
-    head = "Layer, forward and backward: time over its products, extra MiB, gradient error against fp64"
+    head = (
+        "Layer, forward and backward: time over its products (from an idle device), extra MiB, gradient "
+        "error against fp64"
+    )
     return f"{head}\n{aligned(['D,V K', 'products ms', *present], lines)}{missing_lines(rows)}"
 
 

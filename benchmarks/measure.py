@@ -2,13 +2,15 @@
 
 On CUDA a call is timed between two events of its stream: what the device did, and where it waited for the
 host. Variants are timed in rounds, every variant once a round in an order drawn anew, so that a clock that
-falls, a busy machine and what ran just before meet all alike. Round 0 is not counted: there the allocator
-settles.
+falls, a busy machine and what ran just before meet all alike. Its turn is two calls without a pause: the
+first begins on an idle device and may ask the driver for memory that another variant had, the second lies
+behind it, as in training. Round 0 is not counted: there the allocator settles.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import random
 import statistics
@@ -16,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,17 +28,25 @@ Step = Callable[[], Any]
 
 
 def seconds(step: Step, device: str) -> float:
+    return seconds_in_a_row(step, device, 1)[0]
+
+
+def seconds_in_a_row(step: Step, device: str, calls: int) -> list[float]:
+    """Of each of some calls without a pause."""
     if device == "cpu":
-        start = time.perf_counter()
+        times = [time.perf_counter()]
+        for _ in range(calls):
+            step()
+            times.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(times)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
         step()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event.record()
     torch.cuda.synchronize()
-    begin.record()
-    step()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+    return [float(before.elapsed_time(after)) / 1e3 for before, after in itertools.pairwise(events)]
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -46,11 +56,20 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def in_rounds(
-    steps: dict[str, Step], device: str, repeats: int
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of every step and counted round, and why a step that failed on the way has none."""
-    steps, times = dict(steps), {name: list[float]() for name in steps}
+class Rounds(NamedTuple):
+    """Seconds of every variant and counted round."""
+
+    alone: dict[str, list[float]]
+    """From an idle device."""
+    behind: dict[str, list[float]]
+    """Behind another call of the same."""
+    failed: dict[str, str]
+    """Why a variant that failed on the way has none."""
+
+
+def in_rounds(steps: dict[str, Step], device: str, repeats: int) -> Rounds:
+    steps = dict(steps)
+    alone, behind = ({name: list[float]() for name in steps} for _ in range(2))
     failed: dict[str, str] = {}
     order = random.Random(0)
     gc.disable()
@@ -60,16 +79,17 @@ def in_rounds(
             gc.collect()
             for name in order.sample(list(steps), len(steps)):
                 try:
-                    taken = seconds(steps[name], device)
+                    first, second = seconds_in_a_row(steps[name], device, 2)
                 except Exception as error:
                     failed[name] = reason(error)
-                    del steps[name], times[name]
+                    del steps[name], alone[name], behind[name]
                     continue
                 if turn:
-                    times[name].append(taken)
+                    alone[name].append(first)
+                    behind[name].append(second)
     finally:
         gc.enable()
-    return times, failed
+    return Rounds(alone, behind, failed)
 
 
 def reason(error: BaseException) -> str:

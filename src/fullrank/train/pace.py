@@ -14,9 +14,9 @@ LOG_LINES = 10
 """Lines about training from one evaluation to the next."""
 EARLY = 512
 """The last of the snapshots that Pythia keeps of a beginning."""
-EVALUATED, FEWEST = 0.06, 16_384
+EVALUATED, FEWEST = 0.03, 16_384
 """Where nobody says how many: tokens of an evaluation for each that was trained since the last one, which is
-2% of the time, for a step takes three times as long as an evaluation; and the fewest that tell something."""
+1% of the time, for a step takes three times as long as an evaluation; and the fewest that tell something."""
 AGREE_EVERY = 8
 """Steps between two looks at whether another process was told to stop, on devices, which a look holds up."""
 
