@@ -52,6 +52,17 @@ def test_a_verdict_leads_and_says_what_would_have_been_seen(diagnosis: Diagnosis
     assert unknown.tiles[1].value == "–"
 
 
+def test_an_interval_that_reaches_to_what_could_have_been_missed_says_so(diagnosis: Diagnosis) -> None:
+    found = with_gain(diagnosis, -0.07, -0.13, -0.01)
+    made = Verdict(
+        outcome="undecided", gain=Estimate(value=-0.07, low=-0.13, high=0.09), smallest=0.09,
+        lines=("Undecided.", "It comes to -0.07.", "Next: go on."), next="go on",
+    )  # fmt: skip
+    gain, *_ = answered(dataclasses.replace(found, verdict=made)).tiles
+    assert gain.remarks[0] == "95% interval −0.13 to 0.09"
+    assert any(remark.startswith("found −0.13 to −0.01;") for remark in gain.remarks)
+
+
 def test_a_rank_that_is_a_bound_is_shown_as_one(diagnosis: Diagnosis) -> None:
     assert diagnosis.rank_needed is not None
     for bound in ("at least", "at most"):

@@ -195,6 +195,8 @@ def _gain_tile(record: Diagnosis) -> Tile:
     remarks = [_between(gain), f"{share} of the perplexity, with {head_name(section.best)}"]
     if gain.value != found.value:
         remarks.append(f"{figure(found)} was found on this text")
+    elif gain.high != found.high and interval(found):
+        remarks.append(f"found {interval(found)}; up to the upper end it could have been missed")
     if not _has_interval(gain) or gain.low <= 0 <= gain.high:
         remarks.append("cannot be told from zero")
     return Tile(
