@@ -1,11 +1,11 @@
 """Where one call of ours spends its time on the device, from the profiler.
 
-    score product   products whose result is V wide
+    score product   products whose result is V wide, with the exponentials where they are in its epilogue
     rows product    products over V: the rows' gradient
     weight product  products whose result is V high: W's gradient
-    row kernel      kernels of fullrank.ops written in Triton
+    row kernel      all other kernels of fullrank.ops written in Triton
     rest            every other kernel, copy and fill
-    idle            the call between two events, without profiler, less all of these
+    idle            a call behind another of the same, without profiler, less all of these
 
 The products are told apart by the shapes of the operators that launched them. What a kernel does that no rule
 knows is still in the list of the longest kernels by name.
@@ -25,8 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_layer import training_step
 from benchmarks.gpu_settings import Settings
-from benchmarks.measure import Step, reason, seconds
+from benchmarks.measure import Step, reason, seconds_in_a_row
 from benchmarks.peers import draw_inputs, make_fullrank
+from fullrank.ops.mixture.product import raise_kernel
 
 CALLS = 3
 LONGEST = 10
@@ -87,7 +88,8 @@ def stages_of(events: Any, V: int, device: str) -> tuple[dict[str, float], list[
             busy += length
             kernels[event.name].append(length)
             if cuda and event.name.startswith(ours):
-                taken["row kernel"] += length
+                stage = "score product" if event.name.startswith(raise_kernel.__name__) else "row kernel"
+                taken[stage] += length
     taken["rest"] = max(0.0, busy - sum(taken.values()))
     longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:LONGEST]
     return (
@@ -108,7 +110,9 @@ def measure_stages(settings: Settings, D: int, V: int, K: int) -> dict[str, Any]
         )
         step = training_step(inputs, make_fullrank(inputs, settings.compiler))
         step()
-        total = 1e3 * statistics.median(seconds(step, settings.device) for _ in range(settings.repeats))
+        total = 1e3 * statistics.median(
+            seconds_in_a_row(step, settings.device, 2)[1] for _ in range(settings.repeats)
+        )
         # The first trace pays for the profiler's own start.
         traced(step, settings.device)
         taken, longest = stages_of(traced(step, settings.device), V, settings.device)
