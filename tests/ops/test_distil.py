@@ -410,6 +410,7 @@ def test_on_cuda(make_problem, tools, impl, dtype, K, ask):
     ids = torch.randint(5003, (123, 8), generator=torch.Generator().manual_seed(1)).cuda()
     top = TopTokens(ids, torch.full((123, 8), 0.1, device="cuda").log())
     given = teacher_of(problem)
+    uneven = torch.linspace(0.1, 1.7, 123, device="cuda")
 
     def found(dtype: torch.dtype, impl: str) -> list[Tensor]:
         prior = moved["log_prior"].to(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -418,8 +419,10 @@ def test_on_cuda(make_problem, tools, impl, dtype, K, ask):
         *common, bias = leaves
         options = {"bias": bias, "impl": impl}
         if ask == "ids":
-            loss = token_logprobs(*common, ids, **options).mean()
-        elif ask == "entropy":
+            loss = (token_logprobs(*common, ids, **options) * uneven[:, None]).mean()
+            return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+        options["token_weight"] = uneven
+        if ask == "entropy":
             loss = entropy(*common, **options)
         else:
             teacher = Mixture(

@@ -33,16 +33,12 @@ def draw(tokens: int = N) -> dict[str, Tensor]:
     }
 
 
-def gradients(
-    given: dict[str, Tensor], pointwise: Pointwise, *, impl: str, reduction: str = "sum"
-) -> list[Tensor]:
+def gradients(given: dict[str, Tensor], pointwise: Pointwise, *, impl: str) -> list[Tensor]:
     leaves = {name: value for name, value in given.items() if name != "targets"}
     if impl == "reference":
         leaves = {name: value.double() for name, value in leaves.items()}
     leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
-    loss = mixture_nll(
-        **leaves, targets=given["targets"], pointwise=pointwise, impl=impl, reduction=reduction
-    )
+    loss = mixture_nll(**leaves, targets=given["targets"], pointwise=pointwise, impl=impl, reduction="sum")
     return [loss.detach(), *torch.autograd.grad(loss, list(leaves.values()))]
 
 

@@ -215,7 +215,8 @@ def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> Tensor:
 
 
 def scale_all(pairs: list[tuple[Tensor, Tensor]], numbers: Tensor, factor: Tensor | float = 1.0) -> None:
-    """out = x * numbers * factor for every (x, out): numbers [] for all, or [R] for the rows of one x."""
+    """out = x * numbers * factor for every (x, out): numbers [] for all, or [R] for the rows of each x, which
+    then have one shape."""
     tensors = [tensor for pair in pairs for tensor in pair]
     if pairs and numbers.is_cuda and numbers.dtype == torch.float32:
         # Not before it is needed: Triton takes its time to load and is not everywhere.

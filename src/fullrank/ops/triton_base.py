@@ -181,7 +181,7 @@ def scale_kernel(  # type: ignore[no-untyped-def]
 
 def scale_all(pairs: list[tuple[Tensor, Tensor]], numbers: Tensor, factor: float = 1.0) -> None:
     """out = x * numbers * factor for every (x, out) of contiguous tensors, two a launch; numbers are in fp32,
-    one a row of a single x, or one for all."""
+    one a row of each x, or one for all."""
     for place in range(0, len(pairs), 2):
         (x, out), (other, other_out) = pairs[place], pairs[min(place + 1, len(pairs) - 1)]
         length, other_length = x.numel(), 0 if other is x else other.numel()

@@ -18,7 +18,7 @@ from fullrank.ops.distil.teacher import Mixture
 from fullrank.ops.mixture.fused import KernelMixture, chunk_tokens
 from fullrank.ops.mixture.kernels import score_rows
 from fullrank.ops.pointwise import IDENTITY, Pointwise
-from fullrank.ops.products import Needs, scale, sums_of
+from fullrank.ops.products import Needs, sums_of
 from fullrank.ops.reduce import Statistics
 from fullrank.ops.triton_base import obstacle, refuse_or_say
 from fullrank.ops.workspace import Index, at, pieces, workspace_of
@@ -108,10 +108,9 @@ class KernelValues:
                 self.d_prior[index] = shares * upstream[index, None]
             factor = upstream[index].repeat_interleave(K) if K > 1 else upstream[index].contiguous()
             d_rows = None if work.d_rows is None else work.row_gradient(rows)
-            work._add_products(rows, factor, d_rows)
+            work.add_products(rows, factor, d_rows)
             if work.d_rows is not None and d_rows is not None:
-                scale(d_rows, factor * self.largest, out=d_rows)
-                work.d_rows[index] = d_rows.view(-1, K, work.D).to(work.d_rows.dtype)
+                work.d_rows[index] = (d_rows * self.largest).view(-1, K, work.D).to(work.d_rows.dtype)
         return found
 
     def gradients(self) -> tuple[Tensor | None, ...]:
@@ -166,7 +165,7 @@ class KernelMasses:
             lines = self.work._buffer[: rows.shape[0]]
             lines.scatter_add_(1, some, g_ids[index].to(lines.dtype))
             d_rows = None if self.work.d_rows is None else self.work.row_gradient(rows)
-            self.work._add_products(rows, None, d_rows)
+            self.work.add_products(rows, None, d_rows)
             if self.work.d_rows is not None and d_rows is not None:
                 self.work.d_rows[index] = (
                     (d_rows * self.largest).view(-1, 1, self.work.D).to(self.work.d_rows.dtype)

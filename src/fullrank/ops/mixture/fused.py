@@ -16,8 +16,8 @@ from torch.nn import functional
 from fullrank.ops.mixture.kernels import mix_rows, score_rows
 from fullrank.ops.mixture.product import raise_rows, tile_for
 from fullrank.ops.pointwise import IDENTITY, Pointwise
-from fullrank.ops.products import Gradients, Needs, add_bias, add_product, scale
-from fullrank.ops.reduce import Statistics
+from fullrank.ops.products import Gradients, Needs, add_bias, add_product, scale_all
+from fullrank.ops.reduce import Statistics, capturing
 from fullrank.ops.workspace import DEVICE_MOST_ROWS, LEAST_ROWS, MIB, Chunk, at
 
 STRIDE = 64
@@ -29,9 +29,9 @@ ENOUGH_BYTES = 640 * MIB
 # Operations of the product that runs while the host looks at the targets: half a millisecond, or all of the
 # first chunk where that is less, so that the device never waits.
 AHEAD = 350_000_000_000
-# Operations of all scores from which `product.py` pays: below, the host takes longer to launch its three
-# kernels than the device gains, some milliseconds on an H200.
-ENOUGH_WORK = 1_000_000_000_000
+# Operations of all scores from which `product.py` pays: below, the host takes longer to launch three kernels
+# for one than the device gains. While a graph is captured that costs nothing.
+ENOUGH_WORK = 400_000_000_000
 # A sum of so many products is rounded to bf16 along with each of them: one rounding more than a sum in fp32,
 # for half the memory of W's gradient. fp16 could not hold a sum over tokens.
 NARROW_CHUNKS = 2
@@ -90,8 +90,10 @@ class KernelMixture:
         self.narrow = narrow and NARROW_CHUNKS * size >= N and product == weight.dtype == torch.bfloat16
         self.sums = Gradients()
         self.d_rows: Tensor | None = None
-        worth = not rows.is_cuda or 2 * N * K * D * self.V >= ENOUGH_WORK
-        self._tile = tile_for(self.weight, product) if needs.products and worth else None
+        # A newer chip measures its tiles here, so also where a graph is yet to be captured.
+        tile = tile_for(self.weight, product) if needs.products else None
+        worth = not rows.is_cuda or capturing(rows) or 2 * N * K * D * self.V >= ENOUGH_WORK
+        self._tile = tile if worth else None
         self._ahead = 0
         self._found: Statistics | None = None
         self._current: tuple[Tensor, Tensor | None] | None = None
@@ -107,7 +109,8 @@ class KernelMixture:
             torch.mm(rows, self.weight.t(), out=self._buffer[: self._ahead])
         else:
             self._found = self._empty_statistics(self._buffer)
-            self._raise(rows, targets[tokens].repeat_interleave(self.K)[: self._ahead], self._found, 0)
+            ahead = targets[tokens] if self.K == 1 else targets[tokens].repeat_interleave(self.K)
+            self._raise(rows, ahead[: self._ahead], self._found, 0)
         self.make_room()
 
     def make_room(self) -> None:
@@ -177,36 +180,39 @@ class KernelMixture:
                 gradient=gradient, raised=raised,
             )  # fmt: skip
         narrow = raised and self.product == torch.bfloat16 and self.pointwise is IDENTITY
-        share, lacking = mix_rows(found, chunk.log_prior, nll, narrow=narrow)
-        self._current = rows, lacking.flatten() if raised else None
+        share, factor = mix_rows(found, chunk.log_prior, nll, narrow=narrow)
+        self._current = rows, chunk.upstream(factor) if raised else None
         return share
 
     def gradients(self, chunk: Chunk, upstream: Tensor | None) -> None:
         assert self._current is not None
-        rows, lacking = self._current
+        rows, factor = self._current
         self._current = None
         if not self.needs.products:
             return
-        factor = upstream if upstream is None or lacking is None else upstream * lacking
         place: Tensor | None = None
         if self.d_rows is not None:
             in_place = isinstance(chunk.index, slice) and self.d_rows.dtype == self.product
             place = at(self.d_rows, chunk.index).view(rows.shape) if in_place else torch.empty_like(rows)
-        self._add_products(rows, factor, place)
-        if place is not None and factor is not None:
-            scale(place, factor, out=place)
+        self.add_products(rows, upstream if factor is None else factor, place)
         if self.d_rows is not None and place is not None and not in_place:
             self.d_rows[chunk.index] = place.view(*chunk.log_prior.shape, -1).to(self.d_rows.dtype)
 
-    def _add_products(self, rows: Tensor, factor: Tensor | None, d_rows: Tensor | None) -> None:
-        """The products of what the kernel left in the buffer; d_rows takes Q W before the factor."""
+    def add_products(self, rows: Tensor, factor: Tensor | None, d_rows: Tensor | None) -> None:
+        """The products of what the kernel left in the buffer, each row of it times its factor."""
         Q = self._buffer if rows.shape[0] == self._buffer.shape[0] else self._buffer[: rows.shape[0]]
         if self.sums.bias is not None:
             add_bias(self.sums.bias, Q, factor)
         if d_rows is not None:
             torch.mm(Q, self.weight, out=d_rows)
+        scaled = rows
+        if factor is not None:
+            pairs = [] if d_rows is None else [(d_rows, d_rows)]
+            if self.sums.weight is not None:
+                scaled = torch.empty_like(rows)
+                pairs.append((rows, scaled))
+            scale_all(pairs, factor)
         if self.sums.weight is not None:
-            scaled = rows if factor is None else scale(rows, factor, out=torch.empty_like(rows))
             add_product(
                 self.sums.weight, Q.t(), scaled, step=self._buffer.shape[1], first=self.sums.unwritten
             )
@@ -222,9 +228,7 @@ class KernelMixture:
         score_rows(
             self._score(rows), self.bias, targets, self.pointwise, places=None, gradient=True, late=ones
         )
-        self._add_products(rows, upstream, d_rows)
-        if d_rows is not None:
-            scale(d_rows, upstream, out=d_rows)
+        self.add_products(rows, upstream, d_rows)
 
     def row_gradient(self, rows: Tensor) -> Tensor:
         return torch.empty_like(rows, memory_format=torch.contiguous_format)

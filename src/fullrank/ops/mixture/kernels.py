@@ -208,7 +208,7 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def mix_rows_kernel(  # type: ignore[no-untyped-def]
-    maximum, others, target, log_prior, nll, share, lacking, tokens, K, NARROW: tl.constexpr,
+    maximum, others, target, log_prior, nll, share, factors, tokens, K, NARROW: tl.constexpr,
     COMPONENTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -229,31 +229,31 @@ def mix_rows_kernel(  # type: ignore[no-untyped-def]
     parts = tl.where(peak[:, None] == float("-inf"), 0.0, parts / total[:, None])
     tl.store(share + at, parts, mask=here)
     whole = rest + tl.exp(tl.where(own == float("-inf"), own, own - top))
-    factor = 1.0 / tl.where(whole == 0.0, 1.0, whole)
+    factor = parts / tl.where(whole == 0.0, 1.0, whole)
     if NARROW:
         # -S stands at the target in bf16: the row's factor makes its rounding good, for all other entries
         # together are at most as large.
         kept = rest.to(tl.bfloat16).to(tl.float32)
         factor *= tl.where(kept == 0.0, 1.0, rest / kept)
-    tl.store(lacking + at, factor, mask=here)
+    tl.store(factors + at, factor, mask=here)
 
 
 def mix_rows(
     statistics: Statistics, log_prior: Tensor, nll: Tensor, *, narrow: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`reduce.posterior` of rows [tokens * K]: losses into nll [tokens]; shares [tokens, K] and 1 / total,
-    `narrow` where -S stands at the targets in bf16."""
+    """`reduce.posterior` of rows [tokens * K]: losses into nll [tokens]; shares [tokens, K], and shares over
+    totals, `narrow` where -S stands at the targets in bf16."""
     tokens, K = log_prior.shape
-    share, lacking = (torch.empty_like(log_prior, memory_format=torch.contiguous_format) for _ in range(2))
+    share, factor = (torch.empty_like(log_prior, memory_format=torch.contiguous_format) for _ in range(2))
     if tokens:
         components = triton.next_power_of_2(K)
         block = max(1, 1024 // components)
         with on_device(log_prior):
             mix_rows_kernel[(-(-tokens // block),)](
-                *statistics, log_prior.contiguous(), nll, share, lacking, tokens, K, NARROW=narrow,
+                *statistics, log_prior.contiguous(), nll, share, factor, tokens, K, NARROW=narrow,
                 COMPONENTS=components, TOKENS=block, num_warps=4,
             )  # fmt: skip
-    return share, lacking
+    return share, factor
 
 
 def score_rows(

@@ -69,6 +69,12 @@ SMALL = Tile(64, 64, 32, 4, 2, 1)
 """For the interpreter."""
 
 
+@jit
+def targets_of(targets, row, here, V):  # type: ignore[no-untyped-def]
+    """Inside the vocabulary whatever they are, as `kernels.target_of`."""
+    return tl.minimum(tl.maximum(tl.load(targets + row, mask=here, other=0), 0), V - 1).to(tl.int32)
+
+
 @jit_for_any("rows")
 def anchor_kernel(  # type: ignore[no-untyped-def]
     x, w, bias, targets, anchors, slopes, own, constant, rows, V, stride, step,
@@ -78,7 +84,7 @@ def anchor_kernel(  # type: ignore[no-untyped-def]
     """Of each row the target's score with f' there, and an anchor near the maximum."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
-    y = tl.minimum(tl.maximum(tl.load(targets + row, mask=here, other=0), 0), V - 1)
+    y = targets_of(targets, row, here, V)
     entry = tl.arange(0, SAMPLE) * step
     sample = tl.zeros([ROWS, SAMPLE], tl.float32)
     score = tl.zeros([ROWS], tl.float32)
@@ -144,7 +150,7 @@ def raise_kernel(  # type: ignore[no-untyped-def]
             scores = tl.dot(a, b.T, scores)
         row = m + tl.arange(0, ROWS)
         here = row < rows
-        y = tl.load(targets + row, mask=here, other=-1).to(tl.int32)
+        y = targets_of(targets, row, here, V)
         anchor = tl.load(anchors + row, mask=here, other=0.0)
         anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
         left, right = tl.split(tl.permute(tl.reshape(scores, [ROWS, 2, HALF]), [0, 2, 1]))
@@ -186,7 +192,7 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     within = tl.arange(0, ROWS)
     row = tl.program_id(0) * ROWS + within
     here = row < rows
-    y = tl.minimum(tl.maximum(tl.load(targets + row, mask=here, other=0), 0), V - 1)
+    y = targets_of(targets, row, here, V)
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, column_tiles, TILES):
         tile = start + tl.arange(0, TILES)
