@@ -247,9 +247,9 @@ def measure_memory(inputs: Inputs, output: str, config: Config) -> Row:
 def measure_time(inputs: Inputs, output: str, config: Config) -> Row:
     row: Row = {"N": config.N, "D": config.D}
     steps = {**both_steps(inputs, output), "products": products(inputs, output)}
-    found = in_rounds(steps, config.device, config.repeats)
-    row |= {f"{name}_missing": why for name, why in found.failed.items()}
-    row |= {f"{name}_ms": 1e3 * quartiles(each)[1] for name, each in found.behind.items()}
+    times, failed = in_rounds(steps, config.device, config.repeats)
+    row |= {f"{name}_missing": why for name, why in failed.items()}
+    row |= {f"{name}_ms": 1e3 * quartiles(each.behind)[1] for name, each in times.items()}
     if "fullrank_ms" in row and "products_ms" in row:
         row["over_products"] = row["fullrank_ms"] / row["products_ms"]
     return row

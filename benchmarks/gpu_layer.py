@@ -22,14 +22,14 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from benchmarks.exact import Gradients, exact_gradients, relative_error
 from benchmarks.gpu_settings import Settings
-from benchmarks.measure import MIB, Step, finite, in_rounds, peak_bytes, reason
+from benchmarks.measure import MIB, Step, Times, finite, in_rounds, peak_bytes, reason
 from benchmarks.peers import (
     IMPLEMENTATIONS,
     LayerInputs,
@@ -135,19 +135,11 @@ def bare_products(inputs: LayerInputs) -> dict[str, Step]:
     return {f"products, {chunk} rows": partial(products, chunk) for chunk in sizes}
 
 
-class Times(NamedTuple):
-    """Seconds of a call of each counted round."""
-
-    alone: list[float]
-    behind: list[float]
-
-
 def fill(row: Row, ready: Ready, times: Times, products: list[Times]) -> None:
     """`products` are those of every cut, the best of which counts."""
-    alone, behind = (statistics.median(each) for each in times)
-    bare_alone, bare = (
-        min(statistics.median(cut[which]) for cut in products) for which in range(len(Times._fields))
-    )
+    alone, behind = statistics.median(times.alone), statistics.median(times.behind)
+    bare_alone = min(statistics.median(cut.alone) for cut in products)
+    bare = min(statistics.median(cut.behind) for cut in products)
     known = [error for error in (ready.errors.get("rows"), ready.errors.get("weight")) if error is not None]
     row |= {
         "milliseconds": 1e3 * behind,
@@ -172,16 +164,13 @@ def measure_together(
         # Rows that have the same products share them.
         steps |= {f"{name} of {id(cuts)}": step for name, step in cuts.items()}
     steps |= {str(place): each.step for place, each in enumerate(ready) if isinstance(each, Ready)}
-    found = in_rounds(steps, settings.device, settings.repeats)
-    times = {name: Times(found.alone[name], found.behind[name]) for name in found.alone}
+    times, failed = in_rounds(steps, settings.device, settings.repeats)
     for place, (row, each, cuts) in enumerate(zip(rows, ready, products, strict=True)):
         bare = [times[name] for name in (f"{name} of {id(cuts)}" for name in cuts) if name in times]
         if isinstance(each, str):
             row["missing"] = each
-        elif str(place) in found.failed or not bare:
-            row["missing"] = (
-                found.failed.get(str(place)) or f"its products: {next(iter(found.failed.values()))}"
-            )
+        elif str(place) in failed or not bare:
+            row["missing"] = failed.get(str(place)) or f"its products: {next(iter(failed.values()))}"
         else:
             fill(row, each, times[str(place)], bare)
 

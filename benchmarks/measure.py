@@ -56,20 +56,18 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-class Rounds(NamedTuple):
-    """Seconds of every variant and counted round."""
+class Times(NamedTuple):
+    """Seconds of a call, one a counted round."""
 
-    alone: dict[str, list[float]]
+    alone: list[float]
     """From an idle device."""
-    behind: dict[str, list[float]]
+    behind: list[float]
     """Behind another call of the same."""
-    failed: dict[str, str]
-    """Why a variant that failed on the way has none."""
 
 
-def in_rounds(steps: dict[str, Step], device: str, repeats: int) -> Rounds:
-    steps = dict(steps)
-    alone, behind = ({name: list[float]() for name in steps} for _ in range(2))
+def in_rounds(steps: dict[str, Step], device: str, repeats: int) -> tuple[dict[str, Times], dict[str, str]]:
+    """Times of every step, and why a step that failed on the way has none."""
+    steps, times = dict(steps), {name: Times([], []) for name in steps}
     failed: dict[str, str] = {}
     order = random.Random(0)
     gc.disable()
@@ -79,17 +77,17 @@ def in_rounds(steps: dict[str, Step], device: str, repeats: int) -> Rounds:
             gc.collect()
             for name in order.sample(list(steps), len(steps)):
                 try:
-                    first, second = seconds_in_a_row(steps[name], device, 2)
+                    taken = seconds_in_a_row(steps[name], device, 2)
                 except Exception as error:
                     failed[name] = reason(error)
-                    del steps[name], alone[name], behind[name]
+                    del steps[name], times[name]
                     continue
                 if turn:
-                    alone[name].append(first)
-                    behind[name].append(second)
+                    for whole, one in zip(times[name], taken, strict=True):
+                        whole.append(one)
     finally:
         gc.enable()
-    return Rounds(alone, behind, failed)
+    return times, failed
 
 
 def reason(error: BaseException) -> str:

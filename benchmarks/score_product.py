@@ -38,12 +38,12 @@ def measured(config: Config, D: int, V: int) -> dict[str, object]:
     steps: dict[str, Step] = {"product": lambda: torch.mm(rows, weight.t(), out=scores)}
     for tile, step in candidates(device, config.rows, V, D).items():
         steps["product and pass" if tile is None else str(tile)] = step
-    rounds = in_rounds(steps, "cuda", config.repeats)
-    found = {name: 1e3 * statistics.median(taken) for name, taken in rounds.behind.items()}
+    times, failed = in_rounds(steps, "cuda", config.repeats)
+    found = {name: 1e3 * statistics.median(taken.behind) for name, taken in times.items()}
     print(f"D {D}, V {V}, {config.rows} rows")
     for name in sorted(found, key=found.__getitem__):
         print(f"  {name:76s} {found[name]:8.3f} ms, over the product {found[name] / found['product']:.3f}")
-    return {"width": D, "vocab": V, "rows": config.rows, "milliseconds": found, "failed": rounds.failed}
+    return {"width": D, "vocab": V, "rows": config.rows, "milliseconds": found, "failed": failed}
 
 
 def main(config: Config) -> None:
