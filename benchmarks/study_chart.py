@@ -4,6 +4,8 @@ python -m benchmarks.study_chart results/study_heads.json --without "equal compu
     --strip " at width 64"
 python -m benchmarks.study_chart results/study_width.json --curves head_effective_rank_share
     --without constant
+python -m benchmarks.study_chart results/study_optimiser.json --without rise "end at"
+    --strip "effective rank at width 32: "
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Config:
     curves: str | None = None
     """In place of effects, of every run over its tokens: a monitor, or "" for the loss."""
     without: tuple[str, ...] = ()
-    """Comparisons whose label, or runs whose name, has one of these are left out."""
+    """Comparisons whose label, or runs whose name, has one of these are left out. Effects are drawn in one
+    unit, the statement's where any is left."""
     strip: str = ""
     """What all labels have, and the text says."""
     out: Path = Path("docs")
@@ -49,7 +52,8 @@ def main(config: Config) -> None:
 
     picture: Intervals | Curves
     if config.curves is None:
-        picture, name = effects(record, lambda one: wanted(one.label)), f"Effects of the study {record.name}"
+        picture = next(effects(record, lambda one: wanted(one.label)))
+        name = f"Effects of the study {record.name}"
     else:
         picture = curves(record, config.curves, lambda run: wanted(run.name))
         name = f"Study {record.name}: {SHOWN[config.curves]}"

@@ -42,7 +42,7 @@ def grid_page(record: Grid) -> Page:
                     f"Rule: {shown(statement.rule, 800)}",
                 ),
             ),
-            _decided(record),
+            *_decided(record),
             *(attention_sections(record) if record.name == "attention" else ()),
             *_curves(record),
             _runs(record),
@@ -65,14 +65,21 @@ def _warnings(record: Grid) -> tuple[str, ...]:
     return tuple(found)
 
 
-def effects(record: Grid, wanted: Callable[[GridAnswer], bool] = lambda one: True) -> Intervals:
-    """What was decided, beside zero and the smallest effect of interest. One axis has one unit: answers in
-    another are left out."""
-    unit, smallest = record.statement.unit, record.statement.smallest
+def effects(record: Grid, wanted: Callable[[GridAnswer], bool] = lambda one: True) -> Iterator[Intervals]:
+    """What was decided, a picture for each unit: beside zero and, in the statement's unit, the smallest
+    effect of interest."""
+    drawn = [one for one in record.answers if one.effect and math.isfinite(one.effect.low) and wanted(one)]
+    units = dict.fromkeys(one.unit for one in drawn)
+    for unit in sorted(units, key=lambda unit: unit != record.statement.unit):
+        yield _effects(record, unit, [one for one in drawn if one.unit == unit])
+
+
+def _effects(record: Grid, unit: str, answers: Sequence[GridAnswer]) -> Intervals:
+    stated = unit == record.statement.unit
+    smallest = record.statement.smallest
     marks, figures = [], []
-    for one in record.answers:
-        if one.effect is None or not math.isfinite(one.effect.low) or one.unit != unit or not wanted(one):
-            continue
+    for one in answers:
+        assert one.effect is not None
         figures.append(figure(one.effect))
         marks.append(
             Mark(
@@ -82,27 +89,31 @@ def effects(record: Grid, wanted: Callable[[GridAnswer], bool] = lambda one: Tru
         )  # fmt: skip
     return Intervals(
         x=Axis(title=shown(unit)), rows=tuple(mark.row for mark in marks), marks=tuple(marks),
-        models=("effect",), figures=tuple(figures), lines=(-smallest, 0.0, smallest),
+        models=("effect",), figures=tuple(figures), lines=(-smallest, 0.0, smallest) if stated else (0.0,),
         legend=(
             Key(label="mean, 95% interval", colour=HIGH_RANK_COLOUR, mark="dot"),
-            Key(label="zero and the smallest effect of interest", colour=REFERENCE, mark="line"),
+            Key(
+                label="zero and the smallest effect of interest" if stated else "zero",
+                colour=REFERENCE, mark="line",
+            ),
         ),
     )  # fmt: skip
 
 
-def _decided(record: Grid) -> Section:
-    picture = effects(record)
-    chart = None
-    if picture.marks and picture.drawable():
-        chart = draw(
-            picture.specification, name="Effects", description="All figures are in the table below.",
+def _decided(record: Grid) -> Iterator[Section]:
+    pictures = {
+        picture.x.title: draw(
+            picture.specification, name="Effects", description="All figures are in the table of effects.",
             legend=picture.legend,
-        )  # fmt: skip
-    return Section(
+        )
+        for picture in effects(record)
+    }  # fmt: skip
+    first = next(iter(pictures), "")
+    yield Section(
         title="What the rule decides",
         identity="decided",
         text=() if record.answers else ("Nothing yet: runs are missing.",),
-        chart=chart,
+        chart=pictures.pop(first, None),
         table=Table(
             caption="Effects, each in its unit.",
             columns=(
@@ -122,6 +133,8 @@ def _decided(record: Grid) -> Section:
         else None,
         items=tuple(shown(one.sentence, 600) for one in record.answers),
     )
+    for unit, chart in pictures.items():
+        yield Section(title=f"Effects in {unit}", chart=chart)
 
 
 def curves(record: Grid, monitor: str = "", wanted: Callable[[GridRun], bool] = lambda run: True) -> Curves:

@@ -1,0 +1,42 @@
+"""The page of a study: effects of one unit share an axis, those of another have their own."""
+
+import math
+
+from fullrank.report.pages.grid_page import effects, grid_page
+from fullrank.results.estimate import Estimate
+from fullrank.results.grid import NATS, Grid, GridAnswer, Statement
+
+STATEMENT = Statement(
+    question="Does it?",
+    hypothesis="It does.",
+    comparison="One against another.",
+    smallest=0.01,
+    rule="By sign.",
+)
+
+
+def answer(label: str, unit: str, low: float = -0.3) -> GridAnswer:
+    return GridAnswer(
+        label=label, effect=Estimate(value=-0.2, low=low, high=-0.1), seeds=3, seen=0.1, decision="falls",
+        sentence=f"{label} falls", unit=unit,
+    )  # fmt: skip
+
+
+def grid(*answers: GridAnswer) -> Grid:
+    return Grid(
+        name="made", statement=STATEMENT, declared="", small=False, runs=(), missing=(), answers=answers
+    )
+
+
+def test_each_unit_has_its_axis_and_the_statements_comes_first() -> None:
+    record = grid(answer("rank", "share of the width"), answer("end", NATS), answer("lost", NATS, -math.inf))
+    first, second = effects(record)
+    assert (first.x.title, first.rows, first.lines) == (NATS, ("end",), (-0.01, 0.0, 0.01))
+    assert (second.x.title, second.rows, second.lines) == ("share of the width", ("rank",), (0.0,))
+    assert not list(effects(record, lambda one: one.label == "lost"))
+    titles = [section.title for section in grid_page(record).sections if section.chart is not None]
+    assert titles == ["What the rule decides", "Effects in share of the width"]
+
+
+def test_a_study_without_answers_has_a_page() -> None:
+    assert all(section.chart is None for section in grid_page(grid()).sections)
