@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fullrank.fit import splitting
+from fullrank.fit import split_training, splitting
 from fullrank.fit.setting import Setting, prepare
 from fullrank.fit.states import Part, split
 from fullrank.heads import Head, build
+from fullrank.heads.mixture import MixtureHead
 
 D, V = 6, 40
 
@@ -144,13 +145,44 @@ def test_more_tokens_than_can_be_held_whole_are_kept_in_the_basis(monkeypatch: p
     setting = dataclasses.replace(_setting(0.6), limit=8 * splitting.DRAWN * D * 500)
     gathered = splitting.gather(setting, tokens=10_000)
     assert len(gathered.within[0].states) > 1.5 * len(gathered.find.states)
-    assert gathered.within[0].drawn.shape[1:] == (splitting.DRAWN, 4)
+    # States before drawn tokens, as far as the room goes.
+    tokens, drawn_each, width = gathered.within[0].drawn.shape
+    assert (drawn_each, width) == (splitting.FEWEST, 4)
+    assert tokens * drawn_each <= setting.limit // (8 * splitting.WIDTH)
     # Whatever they are kept in, tokens from the model itself have the identity for their moments.
     drawn = (gathered.find.drawn @ gathered.basis.rows).flatten(0, 1)
     torch.testing.assert_close(drawn.T @ drawn / len(drawn), torch.eye(4), atol=0.02, rtol=0)
     found = splitting.search(gathered)
     assert found.sure >= 1
     assert found.tokens == len(gathered.within[0].states)
+
+
+def test_training_within_the_basis_finds_what_the_eigenvectors_miss() -> None:
+    """From directions that lead nowhere to what the leading ones gain, or more."""
+    setting = _setting(0.6)
+    head = build("mos", hidden=D, vocab=V, components=2, centred=False)
+    head.decoder.weight = setting.plain.decoder.weight
+    assert isinstance(head, MixtureHead)
+    directions = splitting.search(splitting.gather(setting, tokens=10_000))
+    # The leading ones, of other rows than they were found for.
+    wrong = directions.inner.roll(1, dims=1)
+    maps, shifts = splitting.in_units(directions.basis, wrong)
+    lost = dataclasses.replace(directions, inner=wrong, maps=maps, shifts=shifts)
+    before = float(splitting.choose_losses(setting, head).mean())
+    stepped, scale, _ = splitting.apart(setting, head, lost)
+    learnt = split_training.trained(setting, head, lost, scale)
+    right, _, _ = splitting.apart(setting, head, directions)
+    by_steps, by_training, by_eigenvectors = (
+        before - float(splitting.choose_losses(setting, one).mean()) for one in (stepped, learnt, right)
+    )
+    assert by_training > 2 * by_steps
+    assert by_training > 0.9 * by_eigenvectors
+    # W and the mean row are where they were.
+    assert learnt.decoder.weight is head.decoder.weight
+    states = [torch.randn(5, D)]
+    torch.testing.assert_close(
+        learnt.rows(states)[0].mean(1), head.rows(states)[0].mean(1), atol=1e-5, rtol=0
+    )
 
 
 def test_a_trunk_is_split_in_what_its_components_own() -> None:

@@ -48,8 +48,9 @@ from fullrank.fit.trainee import SAMPLED_PIECE, Trainee
 from fullrank.heads.mixture import MixtureHead
 from fullrank.results import Estimate
 
-DRAWN = 16
-"""Tokens drawn from p for each state."""
+DRAWN, FEWEST = 16, 4
+"""Tokens drawn from p for each state; and where the states are more than memory has room for with so many.
+With m of them the noise of a token is 1 + 1/m of what y alone has, so states are worth more."""
 WIDTH = 64
 """Directions of rows, and of states, that M is confined to, at most."""
 PER_ENTRY = 16
@@ -114,6 +115,8 @@ class Directions:
     """[J, r, H]"""
     shifts: Tensor
     """[J, r]: direction j moves a row by maps[j] h + shifts[j]."""
+    inner: Tensor
+    """[J, rows, states] the same in the coordinates of the basis, each of norm 1."""
     found: tuple[float, ...]
     """Eigenvalues on the part they were found on."""
     null: float
@@ -136,11 +139,14 @@ class Directions:
         signs = [one.low > 0 for one in self.judged]
         return signs.index(False) if False in signs else len(signs)
 
+    def lengths(self, number: int) -> Tensor:
+        """[J] steps along the first so many, each in proportion to the root of its eigenvalue: gain λ s²
+        against a cost of s⁴ is best there."""
+        found = torch.tensor(self.found[:number], dtype=self.maps.dtype).clamp(min=1e-12)
+        return found.sqrt().to(self.maps.device)
+
     def step(self, number: int) -> tuple[Tensor, Tensor]:
-        """The first so many, each in proportion to the root of its eigenvalue: gain λ s² against a cost of
-        s⁴ is best there."""
-        lengths = torch.tensor(self.found[:number], dtype=self.maps.dtype).clamp(min=1e-12).sqrt()
-        lengths = lengths.to(self.maps.device)
+        lengths = self.lengths(number)
         return lengths[:, None, None] * self.maps[:number], lengths[:, None] * self.shifts[:number]
 
 
@@ -167,26 +173,31 @@ def gather(
     parts, teacher = setting.parts, setting.teacher
     taught = None if teacher is None else teacher.parts
 
-    def both(room: int, place: float, share: float, basis: Basis | None = None) -> tuple[Moments, Moments]:
+    def both(
+        room: int, place: float, share: float, basis: Basis | None = None, drawn: int = DRAWN
+    ) -> tuple[Moments, Moments]:
         many = max(256, min(tokens, room))
         found = moments(
             setting, parts.fit, many, generator, lambda part: progress(place + 0.7 * share * part),
-            taught=None if taught is None else taught.fit, basis=basis,
+            taught=None if taught is None else taught.fit, basis=basis, drawn=drawn,
         )  # fmt: skip
         judge = moments(
             setting, parts.choose, many, generator, lambda part: progress(place + share * (0.7 + 0.3 * part)),
-            taught=None if taught is None else taught.choose, basis=basis,
+            taught=None if taught is None else taught.choose, basis=basis, drawn=drawn,
         )  # fmt: skip
         return found, judge
 
     # They are kept for every drawn token.
     room = setting.limit // (8 * DRAWN * setting.plain.width)
-    narrow = min(MOST, setting.limit // (8 * DRAWN * WIDTH))
-    wanted = min(tokens, len(parts.fit), narrow)
+    scores = setting.limit // (8 * WIDTH)
+    wanted = max(1, min(tokens, len(parts.fit), MOST, scores // FEWEST))
     enough = wanted < 2 * room
     find, judge = both(room, 0.0, 1.0 if enough else 0.3)
     basis = _basis(find, _width(len(find.states) if enough else wanted))
-    within = (find.within(basis), judge.within(basis)) if enough else both(narrow, 0.3, 0.7, basis)
+    if enough:
+        within = find.within(basis), judge.within(basis)
+    else:
+        within = both(wanted, 0.3, 0.7, basis, max(FEWEST, min(DRAWN, scores // wanted)))
     return Gathered(find=find, judge=judge, basis=basis, within=within)
 
 
@@ -202,8 +213,8 @@ def search(gathered: Gathered, *, own: int | None = None, seed: int = 0) -> Dire
     judged = tuple(_quotient(judge, vector) for vector in vectors)
     maps, shifts = in_units(basis, vectors)
     return Directions(
-        maps=maps, shifts=shifts, found=tuple(values.tolist()), null=float(null[0]), judged=judged,
-        basis=basis, tokens=len(find.states),
+        maps=maps, shifts=shifts, inner=vectors, found=tuple(values.tolist()), null=float(null[0]),
+        judged=judged, basis=basis, tokens=len(find.states),
     )  # fmt: skip
 
 
@@ -224,8 +235,9 @@ def moments(
     *,
     taught: Part | None = None,
     basis: Basis | None = None,
+    drawn: int = DRAWN,
 ) -> Moments:
-    """Scores of tokens from all over a part, and of tokens drawn from the model: one pass over W. `taught`
+    """Scores of tokens from all over a part, and of so many `drawn` from the model: one pass over W. `taught`
     are the teacher's states of the same part; in a basis, all is in its coordinates from the start."""
     output, rows = layer_of(setting.plain), plain_rows(setting.plain, part)
     # Every so many, but in blocks as they come: intervals are over blocks.
@@ -249,7 +261,7 @@ def moments(
             raw, slope = evaluated.value, evaluated.slope
         p = torch.softmax(raw, dim=1)
         mean = (p if slope is None else p * slope) @ weight
-        ids = sampling.draw(p, DRAWN, generator)
+        ids = sampling.draw(p, drawn, generator)
 
         def at(ids: Tensor, slope: Tensor | None = slope, mean: Tensor = mean) -> Tensor:
             some = weight[ids]
@@ -369,11 +381,16 @@ def codes(components: int) -> Tensor:
 
 def split(head: MixtureHead, directions: Directions, scale: float) -> MixtureHead:
     """A copy of a mixture whose components stand apart along the directions, sharing W."""
-    weight = head.decoder.weight
-    found = copy.deepcopy(head, {id(weight): weight})
     number = min(head.components - 1, len(directions.found))
     maps, shifts = directions.step(number)
-    found.contexts.split(scale * codes(head.components)[:, :number].to(maps), maps, shifts)
+    return moved(head, scale * codes(head.components)[:, :number].to(maps), maps, shifts)
+
+
+def moved(head: MixtureHead, codes: Tensor, maps: Tensor, shifts: Tensor) -> MixtureHead:
+    """A copy of a mixture, sharing W, with component k moved by sum_j codes[k, j] (maps[j] h + shifts[j])."""
+    weight = head.decoder.weight
+    found = copy.deepcopy(head, {id(weight): weight})
+    found.contexts.split(codes, maps, shifts)
     return found
 
 

@@ -203,14 +203,20 @@ class Contexts(nn.Module):
         mean row where it is."""
         difference = self.differences[0]
         assert isinstance(difference, nn.Linear)
-        K, H = len(codes), difference.in_features
-        factor = 1.0 / self._scale(H)
+        weight, bias = self.moved(codes, maps, shifts)
+        difference.weight.add_(weight)
+        difference.bias.add_(bias)
+        self.gate.weight.zero_()
+
+    def moved(self, codes: Tensor, maps: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
+        """What `split` adds to the first difference's weight and bias; differentiable."""
+        difference = self.differences[0]
+        assert isinstance(difference, nn.Linear)
         maps, shifts = (
             torch.einsum("kj,j...->k...", codes.to(one), one).to(difference.weight) for one in (maps, shifts)
         )
-        difference.weight.add_(factor * maps.reshape(K * self.private, H))
-        difference.bias.add_(shifts.reshape(K * self.private))
-        self.gate.weight.zero_()
+        factor = 1.0 / self._scale(difference.in_features)
+        return factor * maps.reshape(difference.weight.shape), shifts.reshape(difference.bias.shape)
 
     def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
         """As `Head.pace`: gates move to logits of about unit size, a difference with the layer it reads."""
