@@ -225,7 +225,7 @@ def test_a_comparison_that_was_done_is_read_and_not_made(
 
     first = compared()
     # A file a training: of the refit, the controls and the heads, with a second seed for two of them; what
-    # has parameters beside W is trained without it first.
+    # has parameters beside W is trained without it first, and a mixture's directions before that.
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")}
     again = {first.best, first.control} - {comparison.ORIGINAL}
     trainings = {
@@ -233,7 +233,7 @@ def test_a_comparison_that_was_done_is_read_and_not_made(
         *(f"{name}/seed1" for name in again),
     }
     apart = {f"{one}-fixed" for one in trainings if not one.startswith(("refit", "sigsoftmax"))}
-    assert files == {f"{one}.safetensors" for one in trainings | apart}
+    assert files == {f"{one}.safetensors" for one in trainings | apart | {"mos/split0"}}
     monkeypatch.setattr(loop.Run, "advance", None)
     second = compared()
     assert second.gain(second.best) == first.gain(first.best)

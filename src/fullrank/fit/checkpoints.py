@@ -87,15 +87,17 @@ def resume(
 def finish(
     file: Path,
     of: str,
-    losses: Tensor,
     facts: dict[str, Any],
-    best: Mapping[str, Tensor] | None = None,
+    *,
+    losses: Tensor | None = None,
     divergences: Tensor | None = None,
+    best: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """The end of a training: losses [tokens], what else is known of it, the best weights if wanted, and
-    divergences [tokens] from a teacher if there was one."""
-    tensors = {"losses": losses} | {f"best.{name}": value for name, value in (best or {}).items()}
-    tensors |= {} if divergences is None else {"divergences": divergences}
+    """The end of a training: what is known of it, losses [tokens] and divergences [tokens] from a teacher
+    where it was judged, and the best weights if wanted."""
+    judged = {"losses": losses, "divergences": divergences}
+    tensors = {name: value for name, value in judged.items() if value is not None}
+    tensors |= {f"best.{name}": value for name, value in (best or {}).items()}
     _write(file, of, tensors, {"finished": facts})
 
 

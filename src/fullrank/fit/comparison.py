@@ -256,7 +256,11 @@ def compare(
         done += 1
     begun = time.monotonic()
     started_heads, directions, split_gain = started(
-        setting, heads, settings, lambda share: progress("splitting the rows", (done + share) / jobs)
+        setting,
+        heads,
+        settings,
+        lambda share: progress("splitting the rows", (done + share) / jobs),
+        directory,
     )
     seconds["splitting"] = time.monotonic() - begun
     done += 1
@@ -344,6 +348,7 @@ def started(
     heads: Callable[[int], Mapping[str, Head]] | Mapping[str, Head],
     settings: Settings,
     progress: Callable[[float], None],
+    directory: Path | None = None,
 ) -> tuple[dict[str, Head], splitting.Directions | None, Estimate | None]:
     """The heads over the refitted layer, mixtures with their components apart where that begins better; the
     directions, and what they gain by themselves on the text for choosing."""
@@ -369,7 +374,11 @@ def started(
         directions = whole if own == head.width else splitting.search(gathered, own=own, seed=settings.seed)
         stepped, scale, gained = splitting.apart(setting, head, directions)
         gain = gained if gain is None and scale else gain
-        both = stepped, split_training.trained(setting, head, directions, scale, seed=settings.seed)
+        where = None if directory is None else directory / name / f"split{settings.seed}.safetensors"
+        both = (
+            stepped,
+            split_training.trained(setting, head, directions, scale, seed=settings.seed, file=where),
+        )
         based[name] = min(both, key=lambda one: float(splitting.choose_losses(setting, one).mean()))
         progress(0.7 + 0.3 * (place + 1) / len(based))
     return based, whole, gain

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fullrank.fit import loop, splitting
+from fullrank.fit import checkpoints, loop, splitting, training
 from fullrank.fit.setting import Setting
 from fullrank.fit.trainee import Trainee
-from fullrank.fit.training import LEAST_EPOCHS
 from fullrank.heads.mixture import MixtureHead
 
 RATE = 0.12
@@ -92,10 +92,16 @@ class Inside:
 
 
 def trained(
-    setting: Setting, head: MixtureHead, directions: splitting.Directions, scale: float, *, seed: int = 0
+    setting: Setting,
+    head: MixtureHead,
+    directions: splitting.Directions,
+    scale: float,
+    *,
+    seed: int = 0,
+    file: Path | None = None,
 ) -> MixtureHead:
     """A head split along directions that are trained, from `scale` times those found and a little away from
-    them, as the text for choosing likes it best."""
+    them, as the text for choosing likes it best. In `file` the end is kept for a next process."""
     fixed = dataclasses.replace(setting, matrix=False)
 
     def make() -> Inside:
@@ -103,5 +109,15 @@ def trained(
 
     made = make()
     each = max(1, made.examples // made.batch)
-    plan = loop.Plan(rates=(RATE,), epochs=max(LEAST_EPOCHS, -(-STEPS // each)))
-    return made.head(head, loop.fit(make, plan, seed=seed).weights["inner"])
+    plan = loop.Plan(rates=(RATE,), epochs=max(training.LEAST_EPOCHS, -(-STEPS // each)))
+    of = ""
+    if file is not None:
+        begun = {"inner": made.inner, **vars(directions.basis)}
+        of = training.digest(fixed, head, dataclasses.asdict(plan), seed=seed, begun=begun)
+    kept = None if file is None else checkpoints.read(file, of)
+    if kept is not None and checkpoints.finished(kept) is not None:
+        return made.head(head, checkpoints.best_of(kept)["inner"].to(made.device))
+    found = loop.fit(make, plan, seed=seed, file=file, of=of)
+    if file is not None:
+        checkpoints.finish(file, of, found.facts(), best=found.weights)
+    return made.head(head, found.weights["inner"])

@@ -69,7 +69,7 @@ def train(
 
     of = ""
     if file is not None:
-        of = _digest(setting, head, dataclasses.asdict(plan), wanted, seed=seed, begun=start or {})
+        of = digest(setting, head, dataclasses.asdict(plan), wanted, seed=seed, begun=start or {})
     kept = None if file is None else checkpoints.read(file, of)
     facts = checkpoints.finished(kept)
     if kept is not None and facts is not None:
@@ -85,7 +85,8 @@ def train(
     losses, divergences = judged.exact_losses(setting.parts.held_out), judged.exact_divergences()
     facts = {**found.facts(), "trained": trained}
     if file is not None:
-        checkpoints.finish(file, of, losses, facts, found.weights if wanted else None, divergences)
+        best = found.weights if wanted else None
+        checkpoints.finish(file, of, facts, losses=losses, divergences=divergences, best=best)
     return Fitted(losses=losses, divergences=divergences, **facts), found.weights
 
 
@@ -125,7 +126,7 @@ def train_in_turn(
     ), weights  # fmt: skip
 
 
-def _digest(setting: Setting, head: Head, *plans: Any, seed: int, begun: Mapping[str, Tensor]) -> str:
+def digest(setting: Setting, head: Head, *plans: Any, seed: int, begun: Mapping[str, Tensor]) -> str:
     """Of all that a training's numbers depend on."""
     start = Trainee(head, setting, seed)
     # W is in the setting's own, and large.

@@ -261,7 +261,7 @@ class Study:
             "memory_weight": float(head.memory_weight.detach()) if isinstance(head, CacheHead) else None,
             "seconds": time.process_time() - begun,
         }
-        checkpoints.finish(file, of, torch.zeros(0), facts)
+        checkpoints.finish(file, of, facts)
         return facts
 
     def _train(self, head: Head, method: str, seed: int, rate: float) -> None:

@@ -74,7 +74,7 @@ def one(
         "memory_weight": float(head.memory_weight.detach()) if isinstance(head, CacheHead) else None,
         "seconds": time.process_time() - begun,
     }
-    checkpoints.finish(file, of, losses, facts)
+    checkpoints.finish(file, of, facts, losses=losses)
     progress(1.0)
     return Found(losses=losses, facts=facts)
 

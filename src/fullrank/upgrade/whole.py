@@ -265,7 +265,8 @@ def _train(
             parameter.copy_(ended.weights[which])
     losses, divergences = _judged(judged)
     facts = {"choose_loss": ended.choose_loss, "rate": ended.rate, "steps": ended.steps}
-    checkpoints.finish(file, name, losses, facts, ended.weights if wanted else None, divergences)
+    best = ended.weights if wanted else None
+    checkpoints.finish(file, name, facts, losses=losses, divergences=divergences, best=best)
     return Found(losses=losses, divergences=divergences, **facts)
 
 
