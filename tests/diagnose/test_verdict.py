@@ -189,7 +189,10 @@ def test_a_gain_that_is_found_although_a_planted_one_was_not_counts_where_it_mat
     # How much more there is nobody knows.
     assert found.gain == Estimate(value=0.04, low=around(0.04).low, high=math.inf)
     assert "at least 3.9% of perplexity" in found.lines[0]
-    assert verdict(record(around(0.5 * MATERIAL), power=MISSED)).outcome == UNDECIDED
+    little = verdict(record(around(0.5 * MATERIAL), power=MISSED))
+    assert little.outcome == UNDECIDED
+    assert "gains" in little.lines[0]
+    assert "cannot say how much" in little.lines[0]
 
 
 def test_without_power_the_spread_speaks_and_says_that_nothing_was_planted() -> None:

@@ -54,7 +54,7 @@ def verdict(record: Diagnosis) -> Verdict:
         gain=gain,
         smallest=smallest,
         lines=(
-            _first(record, gain, outcome),
+            _first(record, found, gain, outcome),
             _second(found, gain, smallest),
             _third(record, found, outcome, command),
         ),
@@ -105,13 +105,15 @@ def _converged(found: BetterHead) -> bool:
     return all(fit.converged for fit in found.fits if fit.head in ("softmax", found.best))
 
 
-def _first(record: Diagnosis, gain: Estimate, outcome: str) -> str:
+def _first(record: Diagnosis, found: BetterHead, gain: Estimate, outcome: str) -> str:
     name = record.model.name
     if outcome == HELD_BACK:
         share = f"{'about' if math.isfinite(gain.high) else 'at least'} {1 - math.exp(-gain.value):.1%}"
         return f"Held back: the output layer of {name} costs it {share} of perplexity on text like this."
     if outcome == NOT_HELD_BACK:
         return f"Not held back: no better head was found for {name} on this text."
+    if _seen(found.best_gain):
+        return f"Undecided: a better head gains {name} a little, and this run cannot say how much is there."
     return f"Undecided: this run cannot say whether the output layer holds {name} back."
 
 

@@ -53,8 +53,9 @@ DRAWN, FEWEST = 16, 4
 With m of them the noise of a token is 1 + 1/m of what y alone has, so states are worth more."""
 WIDTH = 64
 """Directions of rows, and of states, that M is confined to, at most."""
-PER_ENTRY = 16
-"""Tokens that every entry of M must have: with fewer, its leading directions are those of the noise."""
+PER_ENTRY = 64
+"""Tokens that every entry of M must have. A trained entry costs 1/2N nats of noise, so that all of them
+together cost 1/128: with 16 a gain of 0.03 would drown in it."""
 DIRECTIONS = 7
 """Eigenvectors: what eight components can use."""
 RIDGE = 1e-3

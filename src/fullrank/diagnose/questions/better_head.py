@@ -35,7 +35,8 @@ MOST_COMPONENTS = 4
 LEAST_PLANTED, LEAST_PLANTED_ONCE = 0.01, 0.05
 """Nats per token below which no gain is planted; and where one try must do."""
 PLANTED = 4
-"""Times the gain below which splitting finds nothing on so many tokens: what is planted at the least."""
+"""Times the gain below which splitting finds nothing on so many tokens: what is planted at the least, for
+each direction."""
 TRIES = 2
 """How often a gain is planted where the first was not found, the second four times as large; once where a
 pass over the vocabulary is dear."""
@@ -141,7 +142,8 @@ def _power(
     error = (gain.high - gain.low) / 4
     tries = TRIES if found.setting.sampled is None else 1
     least = LEAST_PLANTED if tries > 1 else LEAST_PLANTED_ONCE
-    level = max(least, gain.value, 2 * power.DETECTED * error, PLANTED * found.directions.least)
+    noise = (head.components - 1) * found.directions.least
+    level = max(least, gain.value, 2 * power.DETECTED * error, PLANTED * noise)
     for number in range(tries):
 
         def report(label: str, part: float, number: int = number) -> None:
