@@ -622,10 +622,21 @@ def test_quick_is_less_of_everything() -> None:
 
 
 def test_tokens_go_by_the_size_of_the_model() -> None:
-    assert tokens_for(dataclasses.replace(USUAL, tokens=700), 10**9) == 700
-    small, middle, large = (tokens_for(USUAL, size) for size in (10**5, 10**8, 10**12))
+    weight = torch.zeros(300, 8)
+    assert tokens_for(dataclasses.replace(USUAL, tokens=700), 10**9, weight) == 700
+    small, middle, large = (tokens_for(USUAL, size, weight) for size in (10**5, 10**8, 10**12))
     assert small == USUAL.most_tokens > middle > large == LEAST_TOKENS
-    assert tokens_for(USUAL, 2 * 10**8) == pytest.approx(middle / 2, abs=1)
+    assert tokens_for(USUAL, 2 * 10**8, weight) == pytest.approx(middle / 2, abs=1)
+
+
+def test_tokens_go_by_the_vocabulary_where_every_score_is_made() -> None:
+    """Three passes of either part of a fit fit into its work, up to where normalisers are estimated."""
+    found = [tokens_for(USUAL, 10**5, torch.zeros(V, 32)) for V in (300, 2048, 4096)]
+    assert found[0] == USUAL.most_tokens > found[1] > found[2] > LEAST_TOKENS
+    assert found[1] == pytest.approx(2 * found[2], rel=0.01)
+    # Four components, 692 multiplications a score, four sevenths of the tokens.
+    assert 6 * 4 * 4096 * 692 * found[2] * 4 / 7 < USUAL.fit_work
+    assert tokens_for(USUAL, 10**5, torch.zeros(4097, 32)) == USUAL.most_tokens
 
 
 def test_the_function_is_not_hidden_by_a_module() -> None:

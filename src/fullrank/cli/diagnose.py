@@ -181,9 +181,10 @@ def _diagnosed(options: Diagnose, run: Path | None, settings: Settings, device: 
     bar.update("loading the run", 0.0)
     loaded = load_run(run, device=device, dtype=dtype)
     from fullrank.diagnose.settings import tokens_for
+    from fullrank.models import anatomy
 
-    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
-    tokens = tokens_for(settings, parameters)
+    build = anatomy.examine(loaded)
+    tokens = tokens_for(settings, build.facts.parameters, build.output.weight)
     text: Any = options.text or held_out_windows(run, loaded, tokens=tokens, window=settings.window)
     return diagnose.run(loaded, text=text, **common)
 

@@ -101,7 +101,7 @@ def run(
             windows = collect.tokenise(
                 loaded.tokenizer,
                 [Path(one) for one in text],
-                tokens=tokens_for(settings, build.facts.parameters),
+                tokens=tokens_for(settings, build.facts.parameters, build.output.weight),
                 window=settings.window,
                 longest=anatomy.longest(loaded.model),
                 bos=bos,

@@ -71,11 +71,21 @@ THOROUGH = Settings(
 """For a GPU: a million tokens and more heads, in three minutes for a model of 135 million parameters."""
 
 
-def tokens_for(settings: Settings, parameters: int) -> int:
-    """How many tokens to run a model on: as given, or as its size allows."""
+def tokens_for(settings: Settings, parameters: int, weight: torch.Tensor) -> int:
+    """How many tokens to run a model with this output matrix on: as given, or as its size allows, and on a
+    processor the fits of a mixture that score the whole vocabulary."""
+    from fullrank.diagnose.questions.better_head import MOST_COMPONENTS
+    from fullrank.fit.comparison import SMALL_VOCABULARY, affordable
+
     if settings.tokens is not None:
         return settings.tokens
-    return max(LEAST_TOKENS, min(settings.most_tokens, int(settings.body_work / (2 * parameters))))
+    tokens = min(settings.most_tokens, int(settings.body_work / (2 * parameters)))
+    vocab, width = weight.shape
+    if weight.device.type == "cpu" and vocab <= SMALL_VOCABULARY:
+        fitted = affordable(vocab, width, settings.components or MOST_COMPONENTS, settings.fit_work)
+        # Four sevenths of a text are fitted on.
+        tokens = min(tokens, fitted * 7 // 4)
+    return max(LEAST_TOKENS, tokens)
 
 
 def default_memory(tokens: int, weight: torch.Tensor) -> int:

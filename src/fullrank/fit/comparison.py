@@ -292,7 +292,7 @@ def plan_for(setting: ready.Setting, head: Head, settings: Settings) -> loop.Pla
     """As many passes as the work allows, and three at the least."""
     rows = setting.plain.vocab if setting.sampled is None else len(setting.sampled[0].rows) + sampling.DRAWN
     rows *= getattr(head, "components", 1)
-    each = rows * (6 * head.width + PER_SCORE) + 6 * size(head)
+    each = rows * cost_of_score(head.width) + 6 * size(head)
     if setting.teacher is not None and setting.sampled is None:
         # It is scored at every step.
         each += setting.plain.vocab * (2 * setting.teacher.head.width + PER_SCORE)
@@ -304,6 +304,17 @@ def plan_for(setting: ready.Setting, head: Head, settings: Settings) -> loop.Pla
         patience=settings.patience,
         tolerance=settings.tolerance,
     )
+
+
+def cost_of_score(width: int) -> int:
+    """Multiplications and the like for one score of a token, its gradients with it."""
+    return 6 * width + PER_SCORE
+
+
+def affordable(vocab: int, width: int, components: int, work: float) -> int:
+    """Tokens to fit on that leave this work on a processor enough for the least passes of both parts of a
+    mixture's fit, and for its race, where every score is made."""
+    return int(work / ((2 * training.LEAST_EPOCHS + 1) * components * vocab * cost_of_score(width)))
 
 
 def _work(setting: ready.Setting, settings: Settings) -> float:
