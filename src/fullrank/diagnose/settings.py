@@ -76,6 +76,7 @@ def tokens_for(settings: Settings, parameters: int, weight: torch.Tensor) -> int
     processor the fits of a mixture that score the whole vocabulary."""
     from fullrank.diagnose.questions.better_head import MOST_COMPONENTS
     from fullrank.fit.comparison import SMALL_VOCABULARY, affordable
+    from fullrank.fit.states import SHARES
 
     if settings.tokens is not None:
         return settings.tokens
@@ -83,8 +84,7 @@ def tokens_for(settings: Settings, parameters: int, weight: torch.Tensor) -> int
     vocab, width = weight.shape
     if weight.device.type == "cpu" and vocab <= SMALL_VOCABULARY:
         fitted = affordable(vocab, width, settings.components or MOST_COMPONENTS, settings.fit_work)
-        # Four sevenths of a text are fitted on.
-        tokens = min(tokens, fitted * 7 // 4)
+        tokens = min(tokens, fitted * sum(SHARES) // SHARES[0])
     return max(LEAST_TOKENS, tokens)
 
 

@@ -162,10 +162,14 @@ def collect(
     )
 
 
+SHARES = (4, 1, 2)
+"""Of a text, in sevenths: to fit on, to choose on and to judge on."""
+
+
 def thirds(count: int) -> tuple[slice, slice, slice]:
-    """Of so many windows: four sevenths to fit on, one to choose on and two to judge on, in their order."""
-    first = max(1, count * 4 // 7)
-    second = max(first + 1, count * 5 // 7)
+    """Of so many windows: those to fit on, to choose on and to judge on, in their order."""
+    first = max(1, count * SHARES[0] // sum(SHARES))
+    second = max(first + 1, count * sum(SHARES[:2]) // sum(SHARES))
     return slice(0, first), slice(first, second), slice(second, count)
 
 
