@@ -13,7 +13,7 @@ import torch
 
 from fullrank.train import checkpoint, folder
 from fullrank.train.batches import Batch
-from fullrank.train.captured import WARM, CapturedStep
+from fullrank.fit.captured import WARM, CapturedStep
 from fullrank.train.config import Config, override
 from fullrank.train.learner import Learner
 from fullrank.train.loop import Options, Outcome, Show, train

@@ -26,7 +26,7 @@ from fullrank.models.flops import training_flops
 from fullrank.text.store import Corpus
 from fullrank.train import evaluate, folder, weights
 from fullrank.train.batches import Batch
-from fullrank.train.captured import SMALL, WARM, CapturedStep, asks_the_device, can_capture
+from fullrank.fit.captured import SMALL, WARM, CapturedStep, asks_the_device, can_capture
 from fullrank.train.checkpoint import Stored
 from fullrank.train.config import Config
 from fullrank.train.model import build, start_at_unigram, width_factors
