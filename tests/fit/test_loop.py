@@ -46,6 +46,10 @@ class Bowl(nn.Module):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
+    @property
+    def graph(self) -> bool:
+        return False
+
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.named_parameters())
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from fullrank.fit.captured import WARM, CapturedStep
 from fullrank.train import checkpoint, folder
 from fullrank.train.batches import Batch
-from fullrank.fit.captured import WARM, CapturedStep
 from fullrank.train.config import Config, override
 from fullrank.train.learner import Learner
 from fullrank.train.loop import Options, Outcome, Show, train

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
+
+Update = Callable[..., tuple[Tensor, ...]]
 
 WARM = 3
 """Steps without a graph, in which kernels are compiled and chosen."""
@@ -48,34 +50,58 @@ def asks_the_device() -> Iterator[list[str]]:
     ]
 
 
-class CapturedStep:
-    """`update` of batches of one shape, which returns what it measures."""
+class Step:
+    """`update` of batches of one shape, which returns what it measures: as one graph, where it `captures`,
+    once kernels are compiled and chosen and unless something in it asks the device."""
 
     def __init__(
-        self,
-        update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-        optimiser: torch.optim.Optimizer,
-        ids: Tensor,
-        targets: Tensor,
+        self, update: Update, optimiser: torch.optim.Optimizer, *, captures: bool, remedy: str
     ) -> None:
-        self.ids, self.targets = ids.clone(), targets.clone()
+        self.update, self.optimiser, self.captures, self.remedy = update, optimiser, captures, remedy
+        self._warm = 0
+        self._captured: CapturedStep | None = None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if not self.captures or self._warm < WARM - 1:
+            self._warm += 1
+            return self.update(*inputs)
+        if self._captured is None and self._warm < WARM:
+            self._warm += 1
+            with asks_the_device() as asked:
+                found = self.update(*inputs)
+            self.captures = not asked
+            return found
+        if self._captured is None:
+            self._captured = CapturedStep(self.update, self.optimiser, inputs, self.remedy)
+        return self._captured(*inputs)
+
+    def renew(self) -> None:
+        """What a graph works on is no longer where it was."""
+        self._warm, self._captured = 0, None
+
+
+class CapturedStep:
+    """An update whose graph is captured."""
+
+    def __init__(
+        self, update: Update, optimiser: torch.optim.Optimizer, inputs: Sequence[Tensor], remedy: str
+    ) -> None:
+        self.inputs = tuple(one.clone() for one in inputs)
         for group in optimiser.param_groups:
-            group["lr"] = torch.tensor(float(group["lr"]), device=ids.device)
+            group["lr"] = torch.tensor(float(group["lr"]), device=inputs[0].device)
             group["capturable"] = True
         self.graph = torch.cuda.CUDAGraph()
         try:
             # The threads that pin the next batch and write checkpoints go on beside it.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.found = update(self.ids, self.targets)
+                self.found = update(*self.inputs)
         except RuntimeError as error:
             raise FullrankError(
-                f"a step of this model cannot be one CUDA graph ({str(error).splitlines()[0]}): "
-                "the same command goes on with --set graph=off"
+                f"a step of this model cannot be one CUDA graph ({str(error).splitlines()[0]}): {remedy}"
             ) from error
 
-    def __call__(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        self.ids.copy_(ids, non_blocking=True)
-        self.targets.copy_(targets, non_blocking=True)
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        for mine, one in zip(self.inputs, inputs, strict=True):
+            mine.copy_(one, non_blocking=True)
         self.graph.replay()
-        loss, norm = self.found
-        return loss.clone(), norm.clone()
+        return tuple(one.clone() for one in self.found)

@@ -35,7 +35,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fullrank.fit import checkpoints
+from fullrank.fit import captured, checkpoints
+from fullrank.fit.optimiser import set_rate
 
 WARM_UP = 5
 """Steps."""
@@ -66,6 +67,10 @@ class Learner(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def graph(self) -> bool:
+        """Whether a step may be one CUDA graph (`captured`)."""
 
     def trained(self) -> list[tuple[str, nn.Parameter]]: ...
 
@@ -192,6 +197,20 @@ def fast_products(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def updates(learner: Learner, optimiser: torch.optim.Optimizer, clip: float) -> captured.Update:
+    """A step on some examples; knows no run, which would else never be let go."""
+
+    def update(chosen: Tensor) -> tuple[Tensor, ...]:
+        optimiser.zero_grad()
+        learner.loss(chosen).backward()
+        if math.isfinite(clip):
+            nn.utils.clip_grad_norm_((parameter for _, parameter in learner.trained()), clip)
+        optimiser.step()
+        return ()
+
+    return update
+
+
 class Run:
     """One learning rate's run; it starts where its file has it, and where that is none at the beginning."""
 
@@ -204,7 +223,14 @@ class Run:
         self.optimiser = torch.optim.AdamW(
             learner.groups(rate), betas=(0.9, 0.99), weight_decay=0.0, fused=learner.device.type == "cuda"
         )
-        self.peaks = [group["lr"] for group in self.optimiser.param_groups]
+        for group in self.optimiser.param_groups:
+            group["factor"] = group["lr"]
+        self.update = captured.Step(
+            updates(learner, self.optimiser, plan.clip),
+            self.optimiser,
+            captures=learner.graph,
+            remedy="run it with --device cpu",
+        )
         self.size = min(learner.batch, learner.examples)
         self.each = learner.examples // self.size
         """Steps a pass."""
@@ -239,20 +265,16 @@ class Run:
         generator = torch.Generator().manual_seed(self.seed)
         for _ in range(self.steps // self.each + 1):
             order = torch.randperm(self.learner.examples, generator=generator)
+        # As a whole: a copy a step would wait for all that was launched before it.
+        order = order.to(self.learner.device)
         first = self.steps % self.each
         mean: dict[str, Tensor] = {}
         count = 0
         for number in range(first, until):
             # Nothing but dropout draws from this.
             _seed((1_000_003 * self.seed + self.steps) % (1 << 63))
-            for group, peak in zip(self.optimiser.param_groups, self.peaks, strict=True):
-                group["lr"] = peak * self._pace()
-            chosen = order[number * self.size : (number + 1) * self.size].to(self.learner.device)
-            self.optimiser.zero_grad()
-            self.learner.loss(chosen).backward()
-            if math.isfinite(self.plan.clip):
-                nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip)
-            self.optimiser.step()
+            set_rate(self.optimiser, self._pace())
+            self.update(order[number * self.size : (number + 1) * self.size])
             self.steps += 1
             if 2 * (number + 1) > first + until:
                 count += 1
@@ -292,6 +314,7 @@ class Run:
             self._put(self.best[2])
             if not math.isfinite(found):
                 self.optimiser.state.clear()
+                self.update.renew()
 
     @torch.no_grad()
     def _put(self, weights: dict[str, Tensor]) -> None:

@@ -75,6 +75,10 @@ class Inside:
     def batch(self) -> int:
         return self.trainee.batch
 
+    @property
+    def graph(self) -> bool:
+        return self.trainee.graph
+
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         return [("inner", self.inner)]
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
+from fullrank.fit import captured
 from fullrank.fit.loop import own_randomness
 from fullrank.fit.sampling import Sampled
 from fullrank.fit.setting import Setting
@@ -195,6 +196,14 @@ class Trainee(nn.Module):
         if self.head.reads_time:
             return max(1, min(tokens, LEAST_BATCH) // self.setting.parts.fit.targets.shape[1])
         return tokens
+
+    @property
+    def graph(self) -> bool:
+        """Of rows and the exact loss, which are known to ask the device for nothing."""
+        setting, rows = self.setting, getattr(self.head, "components", 1) * self.batch
+        plain = self.is_rows and setting.sampled is None and setting.teacher is None
+        work = 6 * rows * self.head.vocab * self.head.width
+        return self.device.type == "cuda" and plain and not self.head.reads_time and work < captured.SMALL
 
     def loss(self, chosen: Tensor) -> Tensor:
         return self.batch_losses(True, chosen, "mean").mean() + self.alignment(chosen)

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.fit import optimiser
+from fullrank.fit.captured import SMALL, Step, can_capture
 from fullrank.heads.vocab_parallel import VocabParallelHead, clip_gradients, ignored_parameters, shard
 from fullrank.models import FullrankForCausalLM
 from fullrank.models.flops import training_flops
 from fullrank.text.store import Corpus
 from fullrank.train import evaluate, folder, weights
 from fullrank.train.batches import Batch
-from fullrank.fit.captured import SMALL, WARM, CapturedStep, asks_the_device, can_capture
 from fullrank.train.checkpoint import Stored
 from fullrank.train.config import Config
 from fullrank.train.model import build, start_at_unigram, width_factors
@@ -69,8 +69,6 @@ class Learner:
         self._spread(vocab_parallel=vocab_parallel, fsdp=fsdp)
         self.average: optimiser.Average | None = None
         self.carried: Carried = ()
-        self._captured: CapturedStep | None = None
-        self._warm = 0
         if stored is not None:
             self._restore(stored)
 
@@ -131,7 +129,7 @@ class Learner:
             # In place, so that names and checkpoints know nothing of it. The head's loss is compiled already.
             self.bare.model.compile(dynamic=False)
         self.sharded = vocab_parallel or fsdp
-        self.captures = (
+        captures = (
             config.graph == "auto"
             and compiled
             and self.machine.num_processes == 1
@@ -139,7 +137,12 @@ class Learner:
             and can_capture(self.inner_optimiser)
             and training_flops(self.bare, config.length) * config.batch * config.length < SMALL
         )
-        """Whether a step is one CUDA graph."""
+        self._update_once = Step(
+            self._step,
+            self.inner_optimiser,
+            captures=captures,
+            remedy="the same command goes on with --set graph=off",
+        )
         self.plain: FullrankForCausalLM | None = None
         """The whole copy of a sharded model, on the main process."""
         if self.sharded and self.machine.is_main_process:
@@ -185,22 +188,8 @@ class Learner:
         if batch.fresh:
             self.carried = ()
         optimiser.set_rate(self.inner_optimiser, rate)
-        if self.captures and self._captured is None:
-            return self._warming(ids, targets)
-        return (self._captured or self._step)(ids, targets)
-
-    def _warming(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps in which kernels are compiled and chosen; the last one says whether a graph can follow."""
-        self._warm += 1
-        if self._warm > WARM:
-            self._captured = CapturedStep(self._step, self.inner_optimiser, ids, targets)
-            return self._captured(ids, targets)
-        if self._warm < WARM:
-            return self._step(ids, targets)
-        with asks_the_device() as asked:
-            found = self._step(ids, targets)
-        self.captures = not asked
-        return found
+        loss, norm = self._update_once(ids, targets)
+        return loss, norm
 
     def _step(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         nll = self._gradients(ids, targets)

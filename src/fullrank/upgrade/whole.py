@@ -212,6 +212,10 @@ class Whole:
     def device(self) -> torch.device:
         return self.parts.fit.device
 
+    @property
+    def graph(self) -> bool:
+        return False
+
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.model.named_parameters())
 
