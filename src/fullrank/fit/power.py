@@ -36,7 +36,8 @@ DETECTED = 2.8
 FOUND = 0.4
 """Share of a planted gain that must be found for it to count as seen."""
 FARTHEST = 5.0
-"""How much smaller than the planted gain one may be that is said to be seen too: of less, less is found."""
+"""How much smaller than the planted gain one may be that is said to be seen too: of less, less is found.
+Where a smaller one was planted and missed, half-way to it, as ratios go."""
 SURE = 1.5
 """Times the gain below which splitting finds nothing: what it finds."""
 TOKENS = 128

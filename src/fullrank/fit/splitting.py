@@ -51,8 +51,11 @@ from fullrank.results import Estimate
 DRAWN, FEWEST = 16, 4
 """Tokens drawn from p for each state; and where the states are more than memory has room for with so many.
 With m of them the noise of a token is 1 + 1/m of what y alone has, so states are worth more."""
-WIDTH = 64
-"""Directions of rows, and of states, that M is confined to, at most."""
+NARROW = 64
+"""Width of a model up to which M may have all of its directions."""
+WIDTH = 20
+"""Directions of rows, and of states, that M is confined to in a wider one, at most: with 600,000 tokens the
+fits of a real model gained more from 12 or 20 than from 32 or 64 (docs/diagnose.md)."""
 PER_ENTRY = 64
 """Tokens that every entry of M must have. A trained entry costs 1/2N nats of noise, so that all of them
 together cost 1/128: with 16 a gain of 0.03 would drown in it."""
@@ -73,9 +76,9 @@ class Basis:
     """What M is confined to."""
 
     rows: Tensor
-    """[r, at most WIDTH] directions of rows, E[H] being the identity in them."""
+    """[r, fewer] directions of rows, E[H] being the identity in them."""
     states: Tensor
-    """[H, fewer than WIDTH] those of states, each of unit variance."""
+    """[H, fewer] those of states, each of unit variance."""
     mean: Tensor
     """[H] of the states."""
 
@@ -190,11 +193,11 @@ def gather(
 
     # They are kept for every drawn token.
     room = setting.limit // (8 * DRAWN * setting.plain.width)
-    scores = setting.limit // (8 * WIDTH)
+    scores = setting.limit // (8 * _most(setting.plain.width))
     wanted = max(1, min(tokens, len(parts.fit), MOST, scores // FEWEST))
     enough = wanted < 2 * room
     find, judge = both(room, 0.0, 1.0 if enough else 0.3)
-    basis = _basis(find, _width(len(find.states) if enough else wanted))
+    basis = _basis(find, _width(len(find.states) if enough else wanted, find))
     if enough:
         within = find.within(basis), judge.within(basis)
     else:
@@ -207,7 +210,7 @@ def search(gathered: Gathered, *, own: int | None = None, seed: int = 0) -> Dire
     basis, (find, judge) = gathered.basis, gathered.within
     if own is not None:
         find, judge = gathered.find.last(own), gathered.judge.last(own)
-        basis = _basis(find, _width(len(find.states)))
+        basis = _basis(find, _width(len(find.states), find))
         find, judge = find.within(basis), judge.within(basis)
     values, vectors = _leading(find.scores, find.drawn, find.states, DIRECTIONS, seed)
     null, _ = _leading(find.drawn[:, 0], find.drawn[:, 1:], find.states, 1, seed)
@@ -291,8 +294,13 @@ def _inverse_root(covariance: Tensor) -> Tensor:
     return (vectors * values.clamp(min=float(ridge)).rsqrt()) @ vectors.T
 
 
-def _width(tokens: int) -> int:
-    return max(4, min(WIDTH, int(math.sqrt(tokens / PER_ENTRY))))
+def _most(width: int) -> int:
+    return NARROW if width <= NARROW else WIDTH
+
+
+def _width(tokens: int, find: Moments) -> int:
+    """Directions that so many tokens can tell from noise."""
+    return max(4, min(_most(find.states.shape[1]), int(math.sqrt(tokens / PER_ENTRY))))
 
 
 def _basis(find: Moments, width: int) -> Basis:

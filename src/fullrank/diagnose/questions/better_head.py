@@ -13,6 +13,7 @@ from the start would reach.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -36,10 +37,11 @@ LEAST_PLANTED, LEAST_PLANTED_ONCE = 0.01, 0.05
 """Nats per token below which no gain is planted; and where one try must do."""
 PLANTED = 4
 """Times the gain below which splitting finds nothing on so many tokens: what is planted at the least, for
-each direction."""
-TRIES = 2
-"""How often a gain is planted where the first was not found, the second four times as large; once where a
-pass over the vocabulary is dear."""
+each direction. Of four times that a narrow model's fits find most and a wide one's nothing, of sixteen times
+half; so where one try must do it is `MORE` times as much."""
+TRIES, MORE = 2, 4
+"""How often a gain is planted where the first was not found, once where a pass over the vocabulary is dear;
+and how many times as large the second is."""
 
 
 def better_head(
@@ -141,9 +143,10 @@ def _power(
     assert isinstance(fresh, MixtureHead)
     error = (gain.high - gain.low) / 4
     tries = TRIES if found.setting.sampled is None else 1
-    least = LEAST_PLANTED if tries > 1 else LEAST_PLANTED_ONCE
+    least, times = (LEAST_PLANTED, PLANTED) if tries > 1 else (LEAST_PLANTED_ONCE, PLANTED * MORE)
     noise = (head.components - 1) * found.directions.least
-    level = max(least, gain.value, 2 * power.DETECTED * error, PLANTED * noise)
+    level = max(least, gain.value, 2 * power.DETECTED * error, times * noise)
+    missed = 0.0
     for number in range(tries):
 
         def report(label: str, part: float, number: int = number) -> None:
@@ -154,8 +157,9 @@ def _power(
         )  # fmt: skip
         if math.isfinite(measured.smallest):
             break
-        level *= 4
-    return measured
+        level, missed = level * MORE, max(0.0, measured.planted.value)
+    between = math.sqrt(missed * max(0.0, measured.planted.value))
+    return dataclasses.replace(measured, smallest=max(measured.smallest, between))
 
 
 def _split(found: comparison.Comparison) -> SplitTest | None:
