@@ -12,7 +12,8 @@ tokens; what was missed of that is added to what was found (a bootstrap's correc
 figure and twice for the upper end of its interval. The lower end is what was found. Where the fits did not
 come to their end, or missed most of what was planted, there is no upper end; nor where learning W from this
 text costs more than the gain, (rows D) / 2N nats for N tokens: what is planted moves rows over W as it is,
-and says nothing of what another W would bring.
+and says nothing of what another W would bring. Where far more was missed than was found, because far more
+had to be planted, nothing is added: the figure is what was found, and has no upper end.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ MATERIAL = 0.02
 """Nats per token, 2% of perplexity: what one would change an output layer for."""
 LEAST = 0.001
 """Nats per token below which a gain is not worth a word, however sure."""
+GUESSED = 2.0
+"""Times what was found above which what was missed corrects nothing."""
 
 HELD_BACK, NOT_HELD_BACK, UNDECIDED = "held back", "not held back", "undecided"
 
@@ -81,6 +84,8 @@ def there(found: BetterHead, smallest: float, width: int) -> Estimate:
     if tried is None or not math.isfinite(smallest) or not _converged(found):
         return dataclasses.replace(gain, high=math.inf)
     missed = max(0.0, tried.planted.value - tried.found.value)
+    if missed > GUESSED * gain.value:
+        return dataclasses.replace(gain, high=math.inf)
     high = gain.high + 2 * missed
     if found.trained_rows * width > 2 * found.fit_tokens * (gain.value + missed):
         high = math.inf
@@ -108,7 +113,8 @@ def _converged(found: BetterHead) -> bool:
 def _first(record: Diagnosis, found: BetterHead, gain: Estimate, outcome: str) -> str:
     name = record.model.name
     if outcome == HELD_BACK:
-        share = f"{'about' if math.isfinite(gain.high) else 'at least'} {1 - math.exp(-gain.value):.1%}"
+        closed = math.isfinite(gain.high)
+        share = f"about {_share(gain.value)}" if closed else f"at least {_share(gain.low)}"
         return f"Held back: the output layer of {name} costs it {share} of perplexity on text like this."
     if outcome == NOT_HELD_BACK:
         return f"Not held back: no better head was found for {name} on this text."
@@ -137,6 +143,8 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
         rest = f"a gain of {smallest:.4f} or more would have been seen if the fits can find it (not tested)"
     elif tried is None:
         rest = "it stayed about where it began, and what would have been seen was not tested"
+    elif _seen(measured) and not gain.value > measured.value and not math.isfinite(gain.high):
+        rest = f"{planted}, far more than this, so that it is not known how much more is there"
     elif _seen(measured) and not math.isfinite(gain.high):
         rest = (
             f"{planted}, so that {_nats(gain)} is there, which is little beside what W costs to learn from "
@@ -190,6 +198,11 @@ def _next(record: Diagnosis, found: BetterHead, outcome: str) -> str:
         thorough = "" if more > THOROUGH.most_tokens else ", or --thorough on a GPU"
         return f"fullrank diagnose{model} --tokens {more} with as much text{thorough}"
     return ""
+
+
+def _share(gain: float) -> str:
+    """Of perplexity."""
+    return f"{1 - math.exp(-gain):.1%}"
 
 
 def _nats(estimate: Estimate) -> str:
