@@ -7,7 +7,7 @@ with V = 50,304 and 16k tokens a step under softmax, trunk and mos, and a 14m on
 loop has a fixed batch on the device, bf16 autocast, clipping and fused AdamW, and nothing else. The run is
 the command's own, with its reading, its log, its evaluations with monitors and its checkpoints; its speed is
 that of the lines of its log, and beside it stands the share of time that its ten evaluations with their
-monitors take, as its recipe has them: the longer a run, the smaller, for monitors cost the same at any length.
+monitors take, as its recipe has them: smaller the longer a run is, for monitors cost the same at any length.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ LOG_LINES = 10
 """Lines about training from one evaluation to the next."""
 EARLY = 512
 """The last of the snapshots that Pythia keeps of a beginning."""
-EVALUATED, FEWEST = 0.03, 16_384
-"""Where nobody says how many: tokens of an evaluation for each that was trained since the last one, which is
-1% of the time, for a step takes three times as long as an evaluation; and the fewest that tell something."""
+EVALUATED, FEWEST = 0.003, 16_384
+"""Where nobody says how many: tokens of an evaluation for each that was trained since the last one, at most
+2% of the time (a small model's step is one graph, and evaluation goes a fifth as fast through its tokens);
+and the fewest that tell something."""
 AGREE_EVERY = 8
 """Steps between two looks at whether another process was told to stop, on devices, which a look holds up."""
 
