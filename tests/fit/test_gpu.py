@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from fullrank.fit import loop, split_training, splitting, training
+from fullrank.fit import loop, training
 from fullrank.fit.captured import CapturedStep
 from fullrank.fit.setting import Setting, prepare
 from fullrank.fit.states import Part, split
 from fullrank.fit.trainee import Trainee
 from fullrank.heads import Head, build
-from fullrank.heads.mixture import MixtureHead
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,6 +68,7 @@ def test_a_fit_by_graphs_ends_where_a_plain_one_does(
     setting = setting_on_the_device()
     head = head_over(setting, name)
     by_graphs, _ = training.train_in_turn(setting, head, PLAN, seed=0)
+    # All but the race.
     assert replays[0] > by_graphs.curve[-1][0] // 2
     before = replays[0]
     monkeypatch.setattr(Trainee, "graph", False)
@@ -79,13 +79,3 @@ def test_a_fit_by_graphs_ends_where_a_plain_one_does(
     # Scores leave a captured product as exponentials, and a plain one, of so few tokens, as bf16.
     assert by_graphs.choose_loss == pytest.approx(plain.choose_loss, abs=0.05 * learnt)
     assert float((by_graphs.losses - plain.losses).mean()) == pytest.approx(0, abs=0.05 * learnt)
-
-
-def test_directions_are_trained_by_graphs(replays: list[int]) -> None:
-    setting = setting_on_the_device()
-    head = head_over(setting, "mos")
-    assert isinstance(head, MixtureHead)
-    directions = splitting.search(splitting.gather(setting, tokens=4000))
-    found = split_training.trained(setting, head, directions, 0.5)
-    assert replays[0] > 100
-    assert all(bool(parameter.isfinite().all()) for parameter in found.parameters())

@@ -4,7 +4,8 @@ A graph repeats what was launched while it was captured, at the same addresses: 
 optimiser's state stay where they are, batches are copied into place, and rates are tensors that are filled.
 So all batches have one shape, nothing on the way asks the device for a value, and randomness is the
 generator's as it stands before a replay. A capture that fails leaves the process with a stream and a
-generator that still wait for its end, so what asks the device is looked for before.
+generator that still wait for its end, so what asks the device is looked for before. Nor may anything hold on
+to what an earlier step has made of the weights: its gradients would wait for a stream that is not captured.
 """
 
 from __future__ import annotations
@@ -57,16 +58,22 @@ class Step:
     def __init__(
         self, update: Update, optimiser: torch.optim.Optimizer, *, captures: bool, remedy: str
     ) -> None:
-        self.update, self.optimiser, self.captures, self.remedy = update, optimiser, captures, remedy
-        self._warm = 0
+        self.update, self.optimiser, self.remedy = update, optimiser, remedy
+        self.captures = captures
+        """May be set later: a graph takes a while to capture."""
+        self.renew()
+
+    def renew(self) -> None:
+        """What a graph works on is no longer where it was."""
+        self._warm, self._asked = 0, False
         self._captured: CapturedStep | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if not self.captures or self._warm < WARM - 1:
-            self._warm += 1
+        self._warm += 1
+        if not self.captures or self._warm < WARM:
             return self.update(*inputs)
-        if self._captured is None and self._warm < WARM:
-            self._warm += 1
+        if not self._asked:
+            self._asked = True
             with asks_the_device() as asked:
                 found = self.update(*inputs)
             self.captures = not asked
@@ -74,10 +81,6 @@ class Step:
         if self._captured is None:
             self._captured = CapturedStep(self.update, self.optimiser, inputs, self.remedy)
         return self._captured(*inputs)
-
-    def renew(self) -> None:
-        """What a graph works on is no longer where it was."""
-        self._warm, self._captured = 0, None
 
 
 class CapturedStep:

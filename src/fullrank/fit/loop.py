@@ -166,6 +166,8 @@ def fit(
                 elif best.rate == max(raced):
                     waiting.append(best.rate * STEP_RATIO)
         assert best is not None
+        # Not in the race, whose steps are few.
+        best.update.captures = best.learner.graph
         while not best.done:
             best.epoch()
             done += 1
@@ -228,7 +230,7 @@ class Run:
         self.update = captured.Step(
             updates(learner, self.optimiser, plan.clip),
             self.optimiser,
-            captures=learner.graph,
+            captures=False,
             remedy="run it with --device cpu",
         )
         self.size = min(learner.batch, learner.examples)
