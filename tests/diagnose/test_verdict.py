@@ -146,6 +146,26 @@ def test_what_was_missed_of_far_more_than_was_found_is_not_added() -> None:
         assert ("not known how much more" in found.lines[1]) is not added
 
 
+def test_a_gain_spread_over_directions_that_nobody_looked_at_is_not_said_to_be_seen() -> None:
+    # Of a third of the directions a ninth of the gain is left: of 0.072 it is 0.008.
+    for covered, smallest, outcome in ((1.0, 0.008, NOT_HELD_BACK), (1 / 3, 0.072, UNDECIDED)):
+        tried = dataclasses.replace(SEEN, covered=covered)
+        found = checked(record(around(0.0), power=tried))
+        assert found.outcome == outcome
+        assert found.smallest == pytest.approx(smallest)
+        assert f"a gain of {smallest:.4f} or more would have been seen" in found.lines[1]
+        assert ("along its leading directions" in found.lines[1]) is (covered < 1)
+    few = dataclasses.replace(SEEN, covered=0.001)
+    found = checked(record(around(0.0), power=few))
+    assert (found.outcome, found.smallest) == (UNDECIDED, math.inf)
+    assert "one spread over all of them would not have been seen" in found.lines[1]
+    # What was found is there all the same, and more may be.
+    found = checked(record(around(0.05), power=few))
+    assert found.outcome == HELD_BACK
+    assert found.gain == Estimate(value=0.05, low=around(0.05).low, high=math.inf)
+    assert "at least 4.7% of perplexity" in found.lines[0]
+
+
 def test_a_head_without_components_is_upgraded_to_without_them() -> None:
     found = checked(record(around(0.05), components=1))
     assert "mos gains" in found.lines[1]

@@ -1,4 +1,4 @@
-"""When a step becomes a graph; what a graph does is in tests/train/test_gpu.py and test_gpu.py beside this."""
+"""When a step becomes a graph; what graphs do is in tests/train/test_gpu.py and test_gpu.py beside this."""
 
 from __future__ import annotations
 

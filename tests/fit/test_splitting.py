@@ -141,7 +141,6 @@ def test_tokens_that_nobody_expects_do_not_hide_a_direction() -> None:
 
 
 def test_more_tokens_than_can_be_held_whole_are_kept_in_the_basis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "NARROW", D - 1)
     monkeypatch.setattr(splitting, "WIDTH", 3)
     setting = dataclasses.replace(_setting(0.6), limit=8 * splitting.DRAWN * D * 500)
     gathered = splitting.gather(setting, tokens=10_000)

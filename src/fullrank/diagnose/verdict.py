@@ -14,6 +14,10 @@ come to their end, or missed most of what was planted, there is no upper end; no
 text costs more than the gain, (rows D) / 2N nats for N tokens: what is planted moves rows over W as it is,
 and says nothing of what another W would bring. Where far more was missed than was found, because far more
 had to be planted, nothing is added: the figure is what was found, and has no upper end.
+
+A wide model's rows are split along its leading directions alone, and so is what is planted. Of a gain that is
+spread over all of them only a part lies there, and a split gains with the square of that part (the fourth
+power of its length). What is said to be seen is a gain of that kind.
 """
 
 from __future__ import annotations
@@ -32,6 +36,10 @@ LEAST = 0.001
 """Nats per token below which a gain is not worth a word, however sure."""
 GUESSED = 2.0
 """Times what was found above which what was missed corrects nothing."""
+COVERED = 0.5
+"""Of all directions: what must have been looked at for a gain to have an upper end."""
+MOST = 1.0
+"""Nats per token: more than any head gains."""
 
 HELD_BACK, NOT_HELD_BACK, UNDECIDED = "held back", "not held back", "undecided"
 
@@ -66,10 +74,12 @@ def verdict(record: Diagnosis) -> Verdict:
 
 
 def smallest_seen(found: BetterHead) -> float:
-    """The smallest gain that would have been told from zero; by the planted one where there was one, else by
-    the spread over blocks of text alone, which does not know whether the fits would have found it."""
+    """The smallest gain that would have been told from zero, if it is spread over all directions; by the
+    planted one where there was one, else by the spread over blocks of text alone, which does not know whether
+    the fits would have found it."""
     if found.power is not None:
-        return found.power.smallest
+        seen = found.power.smallest / found.power.covered**2
+        return seen if seen < MOST else math.inf
     gain = found.best_gain
     seen = DETECTED * (gain.high - gain.low) / (2 * 1.96)
     # A head that stayed where it began has no spread, and says nothing.
@@ -81,10 +91,10 @@ def there(found: BetterHead, smallest: float, width: int) -> Estimate:
     gain, tried = found.best_gain, found.power
     if not _seen(gain):
         return dataclasses.replace(gain, high=max(gain.high, smallest))
-    if tried is None or not math.isfinite(smallest) or not _converged(found):
+    if tried is None or not math.isfinite(tried.smallest) or not _converged(found):
         return dataclasses.replace(gain, high=math.inf)
     missed = max(0.0, tried.planted.value - tried.found.value)
-    if missed > GUESSED * gain.value:
+    if missed > GUESSED * gain.value or tried.covered < COVERED:
         return dataclasses.replace(gain, high=math.inf)
     high = gain.high + 2 * missed
     if found.trained_rows * width > 2 * found.fit_tokens * (gain.value + missed):
@@ -100,7 +110,8 @@ def outcome_of(found: BetterHead, smallest: float) -> str:
     gain = found.best_gain
     if _seen(gain):
         # Fits that miss most of a planted gain say that there is one, and not how large it is.
-        return HELD_BACK if math.isfinite(smallest) or gain.value >= MATERIAL else UNDECIDED
+        known = math.isfinite(smallest if found.power is None else found.power.smallest)
+        return HELD_BACK if known or gain.value >= MATERIAL else UNDECIDED
     # Nothing found is an answer only where it was tried what would have been found.
     tried = found.power is not None and smallest <= MATERIAL
     return NOT_HELD_BACK if tried and gain.value < MATERIAL else UNDECIDED
@@ -134,8 +145,9 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
         words += f", of which {refit.value:+.4f} is what any refit to {found.fit_tokens:,} tokens loses"
     planted = ""
     if tried is not None:
-        planted = f"of a planted {tried.planted.value:.3f} the same fits find {tried.found.value:.3f}"
-    if tried is not None and not math.isfinite(smallest):
+        along = "" if tried.covered >= COVERED else " along its leading directions"
+        planted = f"of a planted {tried.planted.value:.3f}{along} the same fits find {tried.found.value:.3f}"
+    if tried is not None and not math.isfinite(tried.smallest):
         rest = f"{planted}: too little to say what is there"
     elif not _converged(found):
         rest = "its fits did not come to their end, so there may be more"
@@ -144,7 +156,7 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
     elif tried is None:
         rest = "it stayed about where it began, and what would have been seen was not tested"
     elif _seen(measured) and not gain.value > measured.value and not math.isfinite(gain.high):
-        rest = f"{planted}, far more than this, so that it is not known how much more is there"
+        rest = f"{planted}, and it is not known how much more is there"
     elif _seen(measured) and not math.isfinite(gain.high):
         rest = (
             f"{planted}, so that {_nats(gain)} is there, which is little beside what W costs to learn from "
@@ -152,8 +164,10 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
         )
     elif _seen(measured):
         rest = f"{planted}, so that {_nats(gain)} is there; a gain of {smallest:.4f} would have been seen"
-    else:
+    elif math.isfinite(smallest):
         rest = f"a gain of {smallest:.4f} or more would have been seen ({planted})"
+    else:
+        rest = f"{planted}; one spread over all of them would not have been seen"
     return f"{words}; {rest}."
 
 

@@ -191,5 +191,6 @@ def measure(
     if seen.low > 0 and share >= FOUND:
         smallest = max(DETECTED * error / share, there.value / FARTHEST, SURE * directions.least)
     return Power(
-        planted=there, found=seen, smallest=smallest, converged=control.converged and mixture.converged
-    )
+        planted=there, found=seen, smallest=smallest, converged=control.converged and mixture.converged,
+        covered=directions.covered,
+    )  # fmt: skip

@@ -51,11 +51,11 @@ from fullrank.results import Estimate
 DRAWN, FEWEST = 16, 4
 """Tokens drawn from p for each state; and where the states are more than memory has room for with so many.
 With m of them the noise of a token is 1 + 1/m of what y alone has, so states are worth more."""
-NARROW = 64
-"""Width of a model up to which M may have all of its directions."""
-WIDTH = 20
-"""Directions of rows, and of states, that M is confined to in a wider one, at most: with 600,000 tokens the
-fits of a real model gained more from 12 or 20 than from 32 or 64 (docs/diagnose.md)."""
+WIDTH, LEADING = 64, 20
+"""Directions of rows, and of states, that M is confined to, at most; and in a model of more than `NARROW`
+dimensions: with 600,000 tokens the fits of a real one gained more from 12 or 20 of its 576 than from 32 or 64
+(docs/diagnose.md)."""
+NARROW = 128
 PER_ENTRY = 64
 """Tokens that every entry of M must have. A trained entry costs 1/2N nats of noise, so that all of them
 together cost 1/128: with 16 a gain of 0.03 would drown in it."""
@@ -136,6 +136,12 @@ class Directions:
     def least(self) -> float:
         """Nats per token below which a direction cannot be told from noise, about."""
         return self.basis.rows.shape[1] * (self.basis.states.shape[1] + 1) / (2 * self.tokens)
+
+    @property
+    def covered(self) -> float:
+        """The share of all entries that an M could have."""
+        rows, states = self.basis.rows, self.basis.states
+        return rows.shape[1] * (states.shape[1] + 1) / (rows.shape[0] * (states.shape[0] + 1))
 
     @property
     def sure(self) -> int:
@@ -295,7 +301,7 @@ def _inverse_root(covariance: Tensor) -> Tensor:
 
 
 def _most(width: int) -> int:
-    return NARROW if width <= NARROW else WIDTH
+    return WIDTH if width <= NARROW else LEADING
 
 
 def _width(tokens: int, find: Moments) -> int:

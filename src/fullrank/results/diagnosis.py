@@ -305,9 +305,12 @@ class Power:
     found: Estimate
     """Of the fitted mixture over that softmax, on the same tokens."""
     smallest: float
-    """The smallest gain that would have been told from zero four times in five; inf: not even the planted."""
+    """The smallest gain that would have been told from zero four times in five, along the directions that
+    were looked at; inf: not even the planted."""
     converged: bool
     """Whether the fits of the planted gain had flat curves."""
+    covered: float = 1.0
+    """Of all directions of rows times those of states: the share that was looked at, and planted along."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
