@@ -143,6 +143,7 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
     refit = found.refit_gain
     if found.control == ORIGINAL and refit is not None and refit.high < 0:
         words += f", of which {refit.value:+.4f} is what any refit to {found.fit_tokens:,} tokens loses"
+    seen = f"; a gain of {smallest:.4f} would have been seen" if math.isfinite(smallest) else ""
     planted = ""
     if tried is not None:
         along = "" if tried.covered >= COVERED else " along its leading directions"
@@ -155,15 +156,15 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
         rest = f"a gain of {smallest:.4f} or more would have been seen if the fits can find it (not tested)"
     elif tried is None:
         rest = "it stayed about where it began, and what would have been seen was not tested"
-    elif _seen(measured) and not gain.value > measured.value and not math.isfinite(gain.high):
+    elif _seen(measured) and gain.value == measured.value and not math.isfinite(gain.high):
         rest = f"{planted}, and it is not known how much more is there"
     elif _seen(measured) and not math.isfinite(gain.high):
         rest = (
             f"{planted}, so that {_nats(gain)} is there, which is little beside what W costs to learn from "
-            f"{found.fit_tokens:,} tokens; a gain of {smallest:.4f} would have been seen"
+            f"{found.fit_tokens:,} tokens{seen}"
         )
     elif _seen(measured):
-        rest = f"{planted}, so that {_nats(gain)} is there; a gain of {smallest:.4f} would have been seen"
+        rest = f"{planted}, so that {_nats(gain)} is there{seen}"
     elif math.isfinite(smallest):
         rest = f"a gain of {smallest:.4f} or more would have been seen ({planted})"
     else:
