@@ -174,8 +174,9 @@ def main(settings: Settings) -> None:
         for case in (case for case in (GPT2, SMALL, TINY) if case.name in settings.cases):
             place = Path(folder) / case.name.replace(" ", "-")
             place.mkdir()
-            wanted = [one for one in case.heads if one[0] in (settings.heads or [one[0]])]
-            for head, components in wanted:
+            for head, components in case.heads:
+                if settings.heads and head not in settings.heads:
+                    continue
                 config = config_of(case, head, components, settings.steps)
                 speed = bare(config, case.vocab, device, max(2, min(100, settings.steps // 3)))
                 torch._dynamo.reset()

@@ -198,3 +198,18 @@ def write_run(tmp_path: Path, run_lines: Callable[..., list[dict[str, Any]]]) ->
         return run
 
     return write
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the graph of a step was replayed, in a list of one."""
+    from fullrank.fit.captured import CapturedStep
+
+    replay, seen = CapturedStep.__call__, [0]
+
+    def counted(captured: CapturedStep, *inputs: Any) -> Any:
+        seen[0] += 1
+        return replay(captured, *inputs)
+
+    monkeypatch.setattr(CapturedStep, "__call__", counted)
+    return seen

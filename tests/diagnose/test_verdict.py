@@ -164,6 +164,7 @@ def test_a_gain_spread_over_directions_that_nobody_looked_at_is_not_said_to_be_s
     assert found.outcome == HELD_BACK
     assert found.gain == Estimate(value=0.05, low=around(0.05).low, high=math.inf)
     assert "at least 4.7% of perplexity" in found.lines[0]
+    assert found.smallest == 0.05
 
 
 def test_a_head_without_components_is_upgraded_to_without_them() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from fullrank.fit import loop, training
-from fullrank.fit.captured import CapturedStep
 from fullrank.fit.setting import Setting, prepare
 from fullrank.fit.states import Part, split
 from fullrank.fit.trainee import Trainee
@@ -35,19 +32,6 @@ def setting_on_the_device() -> Setting:
     blocks = torch.arange(128)[:, None].expand(128, 64)
     part = Part(states=(hidden.cuda(),), targets=targets.cuda(), ids=targets.cuda(), blocks=blocks.cuda())
     return prepare(plain.cuda(), split(part), rows=V, exact=True, matrix=True, limit=1 << 26, seed=0)
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often a graph was replayed."""
-    replay, seen = CapturedStep.__call__, [0]
-
-    def counted(captured: CapturedStep, *inputs: Any) -> Any:
-        seen[0] += 1
-        return replay(captured, *inputs)
-
-    monkeypatch.setattr(CapturedStep, "__call__", counted)
-    return seen
 
 
 def head_over(setting: Setting, name: str) -> Head:

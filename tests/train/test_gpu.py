@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullrank.fit.captured import WARM, CapturedStep
+from fullrank.fit.captured import WARM
 from fullrank.train import checkpoint, folder
 from fullrank.train.batches import Batch
 from fullrank.train.config import Config, override
@@ -143,20 +143,13 @@ def test_a_bad_step_is_left_out(
 
 @pytest.mark.parametrize("head", ["softmax", "sigsoftmax", "mos", "trunk", "doc", "plif"])
 def test_a_step_as_one_graph_learns_the_same(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
+    text: Path, tmp_path: Path, replays: list[int], head: str
 ) -> None:
-    replay, seen = CapturedStep.__call__, [0]
-
-    def counted(captured: CapturedStep, *inputs: Any) -> Any:
-        seen[0] += 1
-        return replay(captured, *inputs)
-
-    monkeypatch.setattr(CapturedStep, "__call__", counted)
     settings = ["precision=fp32", "compile=off", "optimiser.warmup=0.5"]
     run(text, tmp_path / "graph", config(*settings, head=head))
-    assert seen[0] == 12 - WARM
+    assert replays[0] == 12 - WARM
     run(text, tmp_path / "plain", config(*settings, "graph=off", head=head))
-    assert seen[0] == 12 - WARM
+    assert replays[0] == 12 - WARM
     for event in ("train", "evaluate"):
         pairs = zip(log(tmp_path / "graph", event), log(tmp_path / "plain", event), strict=True)
         for one, other in pairs:

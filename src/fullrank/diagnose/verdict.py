@@ -77,10 +77,12 @@ def smallest_seen(found: BetterHead) -> float:
     """The smallest gain that would have been told from zero, if it is spread over all directions; by the
     planted one where there was one, else by the spread over blocks of text alone, which does not know whether
     the fits would have found it."""
+    gain = found.best_gain
     if found.power is not None:
         seen = found.power.smallest / found.power.covered**2
+        # One that is surely there was seen, whatever became of a planted one.
+        seen = min(seen, gain.value) if _seen(gain) and math.isfinite(found.power.smallest) else seen
         return seen if seen < MOST else math.inf
-    gain = found.best_gain
     seen = DETECTED * (gain.high - gain.low) / (2 * 1.96)
     # A head that stayed where it began has no spread, and says nothing.
     return seen if _converged(found) and seen >= LEAST else math.inf

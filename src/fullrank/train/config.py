@@ -160,7 +160,7 @@ class Config:
     """Steps from one evaluation to the next; 0 is one an epoch, and at least ten in a run."""
     evaluate_tokens: int = 0
     """Validation tokens of an evaluation while training, from all over the split; 0 is all, -1 as many as
-    take some 1% of training's time."""
+    take 2% of training's time at most, in a long run."""
     final_tokens: int = 0
     """Tokens of the last evaluations, of validation and test, with the best weights; 0 is all."""
     evaluate_batch: int = 16
