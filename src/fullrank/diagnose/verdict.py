@@ -27,7 +27,7 @@ import math
 
 from fullrank.diagnose.settings import THOROUGH
 from fullrank.fit.comparison import ORIGINAL
-from fullrank.fit.power import DETECTED
+from fullrank.fit.power import COVERED, DETECTED
 from fullrank.results.diagnosis import BetterHead, Diagnosis, Estimate, Verdict
 
 MATERIAL = 0.02
@@ -36,8 +36,6 @@ LEAST = 0.001
 """Nats per token below which a gain is not worth a word, however sure."""
 GUESSED = 2.0
 """Times what was found above which what was missed corrects nothing."""
-COVERED = 0.5
-"""Of all directions: what must have been looked at for a gain to have an upper end."""
 MOST = 1.0
 """Nats per token: more than any head gains."""
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -231,13 +232,12 @@ def mixed_order(count: int) -> list[int]:
 
 
 def _byte_offsets(joined: str) -> Sequence[int]:
+    """The byte in UTF-8 at which every character begins, and the end of the last one."""
     if joined.isascii():
         return range(len(joined) + 1)
-    offsets, byte = [0], 0
-    for character in joined:
-        byte += len(character.encode("utf8", "surrogatepass"))
-        offsets.append(byte)
-    return offsets
+    points = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    lengths = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
+    return [0, *np.cumsum(lengths).tolist()]
 
 
 def begin_token(tokenizer: Any, wanted: bool | None = None) -> int | None:

@@ -38,6 +38,8 @@ FOUND = 0.4
 FARTHEST = 5.0
 """How much smaller than the planted gain one may be that is said to be seen too: of less, less is found.
 Where a smaller one was planted and missed, half-way to it, as ratios go."""
+COVERED = 0.5
+"""Of all directions: where fewer were looked at, nothing is known of the others."""
 SURE = 1.5
 """Times the gain below which splitting finds nothing: what it finds."""
 TOKENS = 128

@@ -20,6 +20,7 @@ by themselves.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -95,13 +96,19 @@ def mean_cosine(states: Tensor, blocks: Tensor, *, seed: int = 0) -> Estimate:
     centre = float(_cosine(torch.ones(1, len(numbers), dtype=torch.float64), sums.cpu(), sizes.cpu())[0])
     if len(numbers) < 2:
         return Estimate(value=centre, low=-1.0, high=1.0)
-    generator = np.random.default_rng(seed)
-    counts = generator.multinomial(len(numbers), np.full(len(numbers), 1 / len(numbers)), size=REPLICATES)
-    drawn = _cosine(torch.from_numpy(counts).double(), sums.cpu(), sizes.cpu()).numpy()
+    drawn = _cosine(_drawn(len(numbers), seed), sums.cpu(), sizes.cpu()).numpy()
     # Drawing a block twice pairs its states more often than the text does, which lifts the whole
     # distribution; its width is what is wanted of it.
     low, high = np.nanquantile(drawn, (0.025, 0.975)) - np.nanmean(drawn) + centre
     return Estimate(value=centre, low=float(low), high=float(high))
+
+
+@functools.lru_cache(maxsize=1)
+def _drawn(blocks: int, seed: int) -> Tensor:
+    """How often every replicate has every block: the same for all layers, and dearer than what follows."""
+    generator = np.random.default_rng(seed)
+    counts = generator.multinomial(blocks, np.full(blocks, 1 / blocks), size=REPLICATES)
+    return torch.from_numpy(counts).double()
 
 
 def _cosine(counts: Tensor, sums: Tensor, sizes: Tensor) -> Tensor:

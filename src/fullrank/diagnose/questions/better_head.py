@@ -40,8 +40,8 @@ PLANTED = 4
 each direction. Of four times that a narrow model's fits find most and a wide one's nothing, of sixteen times
 half; so where one try must do it is `MORE` times as much."""
 TRIES, MORE = 2, 4
-"""How often a gain is planted where the first was not found, once where a pass over the vocabulary is dear;
-and how many times as large the second is."""
+"""How often a gain is planted where the first was not found, once where a pass over the vocabulary is dear or
+the model is wide; and how many times as large the second is."""
 
 
 def better_head(
@@ -142,7 +142,8 @@ def _power(
     fresh = starting_as(found.setting.plain, name, found.setting.parts, head.components)
     assert isinstance(fresh, MixtureHead)
     error = (gain.high - gain.low) / 4
-    tries = TRIES if found.setting.sampled is None else 1
+    narrow = found.directions.covered >= power.COVERED
+    tries = TRIES if found.setting.sampled is None and narrow else 1
     least, times = (LEAST_PLANTED, PLANTED) if tries > 1 else (LEAST_PLANTED_ONCE, PLANTED * MORE)
     noise = (head.components - 1) * found.directions.least
     level = max(least, gain.value, 2 * power.DETECTED * error, times * noise)
