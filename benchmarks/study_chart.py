@@ -5,7 +5,7 @@ python -m benchmarks.study_chart results/study_heads.json --without "equal compu
 python -m benchmarks.study_chart results/study_width.json --curves head_effective_rank_share
     --without constant
 python -m benchmarks.study_chart results/study_optimiser.json --without rise "end at"
-    --strip "effective rank at width 32: "
+    --strip "effective rank at " "schedule "
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Config:
     without: tuple[str, ...] = ()
     """Comparisons whose label, or runs whose name, has one of these are left out. Effects are drawn in one
     unit, the statement's where any is left."""
-    strip: str = ""
-    """What all labels have, and the text says."""
+    strip: tuple[str, ...] = ()
+    """What labels need not say, because the text does."""
     out: Path = Path("docs")
 
 
@@ -44,8 +44,14 @@ def main(config: Config) -> None:
     record, _ = load(config.record)
     if not isinstance(record, Grid):
         raise SystemExit(f"{config.record} is no study of trainings")
-    answers = (dataclasses.replace(one, label=one.label.replace(config.strip, "")) for one in record.answers)
-    record = dataclasses.replace(record, answers=tuple(answers))
+
+    def shorter(label: str) -> str:
+        for words in config.strip:
+            label = label.replace(words, "")
+        return label
+
+    answers = tuple(dataclasses.replace(one, label=shorter(one.label)) for one in record.answers)
+    record = dataclasses.replace(record, answers=answers)
 
     def wanted(name: str) -> bool:
         return not any(words in name for words in config.without)
