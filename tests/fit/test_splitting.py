@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fullrank.fit import split_training, splitting
+from fullrank.fit import split_heads, split_training, splitting
 from fullrank.fit.setting import Setting, prepare
 from fullrank.fit.states import Part, split
 from fullrank.heads import Head, build
@@ -69,7 +69,7 @@ def test_statement_17_a_right_model_has_no_direction_to_split_along(seed: int) -
 
 @pytest.mark.parametrize("components", [2, 3, 4, 8])
 def test_codes_move_components_along_all_directions_and_their_mean_along_none(components: int) -> None:
-    codes = splitting.codes(components)
+    codes = split_heads.codes(components)
     assert codes.shape == (components, components - 1)
     torch.testing.assert_close(codes.sum(dim=0), torch.zeros(components - 1, dtype=torch.float64))
     torch.testing.assert_close(codes.T @ codes / components, torch.eye(components - 1, dtype=torch.float64))
@@ -108,7 +108,7 @@ def test_directions_are_found_where_rows_are_split(softcap: float | None) -> Non
     head.decoder.weight = setting.plain.decoder.weight
     if softcap is not None:
         head.cap_scores(softcap)
-    started, scale, gain = splitting.apart(setting, head, found)
+    started, scale, gain = split_heads.apart(setting, head, found)
     assert scale > 0
     assert gain.low > 0.01
     held_out = setting.parts.held_out
@@ -168,12 +168,12 @@ def test_training_within_the_basis_finds_what_the_eigenvectors_miss() -> None:
     wrong = directions.inner.roll(1, dims=1)
     maps, shifts = splitting.in_units(directions.basis, wrong)
     lost = dataclasses.replace(directions, inner=wrong, maps=maps, shifts=shifts)
-    before = float(splitting.choose_losses(setting, head).mean())
-    stepped, scale, _ = splitting.apart(setting, head, lost)
+    before = float(split_heads.choose_losses(setting, head).mean())
+    stepped, scale, _ = split_heads.apart(setting, head, lost)
     learnt = split_training.trained(setting, head, lost, scale)
-    right, _, _ = splitting.apart(setting, head, directions)
+    right, _, _ = split_heads.apart(setting, head, directions)
     by_steps, by_training, by_eigenvectors = (
-        before - float(splitting.choose_losses(setting, one).mean()) for one in (stepped, learnt, right)
+        before - float(split_heads.choose_losses(setting, one).mean()) for one in (stepped, learnt, right)
     )
     assert by_training > 2 * by_steps
     assert by_training > 0.9 * by_eigenvectors
@@ -192,7 +192,7 @@ def test_a_trunk_is_split_in_what_its_components_own() -> None:
     assert own.maps.shape[1:] == (2, D)
     head = build("trunk", hidden=D, vocab=V, components=2, private=2, centred=False)
     head.decoder.weight = setting.plain.decoder.weight
-    moved = splitting.split(head, own, 0.5)
+    moved = split_heads.split(head, own, 0.5)
     rows, log_prior = moved.rows([torch.randn(5, D)])
     # The shared part is one for all components, and their mean row is where it was.
     torch.testing.assert_close(rows[:, 0, : D - 2], rows[:, 1, : D - 2])

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fullrank.fit import estimates, loop, sampling, split_training, splitting, trainee, training
+from fullrank.fit import estimates, loop, sampling, split_heads, split_training, splitting, trainee, training
 from fullrank.fit import setting as ready
 from fullrank.fit.controls import CONTROLS, controls, size
 from fullrank.fit.states import Parts
@@ -383,13 +383,13 @@ def started(
         assert isinstance(head, MixtureHead)
         own = head.contexts.private
         directions = whole if own == head.width else splitting.search(gathered, own=own, seed=settings.seed)
-        stepped, scale, gained = splitting.apart(setting, head, directions)
+        stepped, scale, gained = split_heads.apart(setting, head, directions)
         gain = gained if gain is None and scale else gain
         where = None if directory is None else directory / name / f"split{settings.seed}.safetensors"
         both = (
             stepped,
             split_training.trained(setting, head, directions, scale, seed=settings.seed, file=where),
         )
-        based[name] = min(both, key=lambda one: float(splitting.choose_losses(setting, one).mean()))
+        based[name] = min(both, key=lambda one: float(split_heads.choose_losses(setting, one).mean()))
         progress(0.7 + 0.3 * (place + 1) / len(based))
     return based, whole, gain

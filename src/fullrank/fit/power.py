@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fullrank.fit import comparison, estimates, sampling, splitting, training
+from fullrank.fit import comparison, estimates, sampling, split_heads, splitting, training
 from fullrank.fit.setting import Setting, layer_of, plain_rows, prepare
 from fullrank.fit.states import Part, Parts
 from fullrank.heads import Head
@@ -57,7 +57,7 @@ def plant(
     drawn = torch.randn(shape, generator=generator).to(basis.rows)
     drawn /= drawn.flatten(1).norm(dim=1)[:, None, None]
     maps, shifts = splitting.in_units(basis, drawn)
-    codes = splitting.codes(components).to(maps)
+    codes = split_heads.codes(components).to(maps)
     made = Planted(
         output=layer_of(setting.plain),
         maps=torch.einsum("kj,jdh->kdh", codes, maps),

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fullrank.fit import checkpoints, loop, splitting, training
+from fullrank.fit import checkpoints, loop, split_heads, splitting, training
 from fullrank.fit.setting import Setting
 from fullrank.fit.trainee import Trainee
 from fullrank.heads.mixture import MixtureHead
@@ -42,7 +42,7 @@ class Inside:
         away *= AWAY / away.flatten(1).norm(dim=1)[:, None, None]
         lengths = directions.lengths(number)[:, None, None]
         self.inner = nn.Parameter(scale * lengths * directions.inner[:number] + away)
-        self.basis, self.codes = directions.basis, splitting.codes(head.components)[:, :number].to(away)
+        self.basis, self.codes = directions.basis, split_heads.codes(head.components)[:, :number].to(away)
         self.trainee = Trainee(self.head(head, self.inner), setting, seed).to(self.inner.device)
         self.trainee.requires_grad_(False)
         self.contexts = cast(MixtureHead, self.trainee.head).contexts
@@ -54,7 +54,7 @@ class Inside:
 
     def head(self, head: MixtureHead, inner: Tensor) -> MixtureHead:
         """A head with its components apart by these coordinates."""
-        return splitting.moved(head, self.codes, *splitting.in_units(self.basis, inner.detach()))
+        return split_heads.moved(head, self.codes, *splitting.in_units(self.basis, inner.detach()))
 
     def _place(self) -> None:
         units = splitting.in_units(self.basis, self.inner)
