@@ -41,7 +41,7 @@ class Languages:
 
     pages: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PAGES")] = ()
     """Folders with the help pages of LibreOffice, one a language and named after it, en-us among them:
-    apt-get download libreoffice-help-de && dpkg-deb -x libreoffice-help-de_*.deb pages/de"""
+    mkdir pages; apt-get download libreoffice-help-de; dpkg-deb -x libreoffice-help-de_*.deb pages/de"""
     vocabularies: tuple[int, ...] = (1024, 4096, 16384)
     """Sizes of the BPE vocabularies, each trained on the text that it cuts."""
     halvings: int = 3

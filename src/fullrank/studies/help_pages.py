@@ -5,7 +5,7 @@ of them: paragraphs that every language has and that differ from the English one
 that neither commands nor what nobody has translated yet counts as text of a language. A paragraph that stands
 on many pages is kept on the first.
 
-    apt-get download libreoffice-help-de && dpkg-deb -x libreoffice-help-de_*.deb pages/de
+    mkdir pages; apt-get download libreoffice-help-de; dpkg-deb -x libreoffice-help-de_*.deb pages/de
 """
 
 from __future__ import annotations

@@ -167,6 +167,17 @@ def test_many_corpora_are_drawn_one_tokeniser_at_a_time() -> None:
     assert [row[0] for row in texts.table.rows] == [one.name for one in many]
 
 
+def test_more_corpora_of_one_tokeniser_than_a_picture_tells_apart_have_several() -> None:
+    many = tuple(corpus(f"text {place}") for place in range(1, 15))
+    page = corpora_page(Corpora(title="Languages", corpora=many, notes=()))
+    drawn = [section for section in page.sections if "plain probabilities" in section.title]
+    assert [section.title.split(", ")[-1] for section in drawn] == [
+        "1 to 7: plain probabilities", "8 to 14: plain probabilities",
+    ]  # fmt: skip
+    names = [row[0] for section in drawn if section.table is not None for row in section.table.rows]
+    assert names == [one.name for one in many]
+
+
 def test_kinds_do_not_mix(made: Provenance, ladder: Any, tmp_path: Path) -> None:
     with pytest.raises(FullrankError, match="only corpora, stand side by side"):
         render_comparison([corpus("a"), ladder], [made, made])

@@ -6,7 +6,9 @@ One corpus has the page to itself; several share its pictures, one picture a con
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 
 from fullrank.report.charts import corpus_charts as charts
 from fullrank.report.charts.corpus_charts import TITLES, Look
@@ -91,14 +93,12 @@ def corpus_page(record: Corpus) -> Page:
 
 
 def corpora_page(record: Corpora) -> Page:
-    """The page of several corpora side by side; where they are many, those of one tokeniser at a time."""
+    """The page of several corpora side by side; where they are many, those of one tokeniser at a time, and of
+    these as many as a picture can tell apart."""
     notes = _notes((*record.notes, *(f"{one.name}: {note}" for one in record.corpora for note in one.notes)))
-    groups: dict[str, list[Corpus]] = {}
-    for one in record.corpora:
-        groups.setdefault(one.tokenizer, []).append(one)
     title = shown(record.title, 100) or "Corpora side by side"
     lead = f"{len(record.corpora)} corpora, measured in the same way."
-    if len(record.corpora) <= charts.MOST or len(groups) == 1:
+    if len(record.corpora) <= charts.MOST:
         drawn = charts.looks(record.corpora)
         return Page(
             title=title,
@@ -108,12 +108,10 @@ def corpora_page(record: Corpora) -> Page:
             sections=(*_sections(drawn), _facts(drawn), *notes),
         )
     sections = []
-    for tokenizer, records in groups.items():
+    for label, records in _pictures(record.corpora):
         drawn = charts.looks(records)
         sections += [
-            dataclasses.replace(
-                _construction(drawn, name), title=f"{shown(tokenizer, 40)}: {TITLES[name].lower()}"
-            )
+            dataclasses.replace(_construction(drawn, name), title=f"{label}: {TITLES[name].lower()}")
             for name in TITLES
             if any(look.curve(name) is not None for look in drawn)
         ]
@@ -122,6 +120,18 @@ def corpora_page(record: Corpora) -> Page:
         title=title, lead=lead, warnings=_warnings(record.corpora), answers=(),
         sections=(*sections, reading, _many_facts(record.corpora), *notes),
     )  # fmt: skip
+
+
+def _pictures(records: Sequence[Corpus]) -> Iterator[tuple[str, list[Corpus]]]:
+    """What each picture is called and shows."""
+    groups: dict[str, list[Corpus]] = {}
+    for one in records:
+        groups.setdefault(one.tokenizer, []).append(one)
+    for tokenizer, group in groups.items():
+        label, number = shown(tokenizer, 40), math.ceil(len(group) / charts.MOST)
+        bounds = [len(group) * place // number for place in range(number + 1)]
+        for low, high in itertools.pairwise(bounds):
+            yield label if number == 1 else f"{label}, {low + 1} to {high}", group[low:high]
 
 
 def _warnings(records: Sequence[Corpus]) -> tuple[str, ...]:
