@@ -163,6 +163,29 @@ def test_a_step_as_one_graph_learns_the_same(
     assert apart < 0.01 * learnt
 
 
+def test_an_average_that_begins_after_the_capture_moves(
+    text: Path, tmp_path: Path, replays: list[int]
+) -> None:
+    """A second stage averages the weights that a graph from the first one updates."""
+    settings = [
+        "precision=fp32", "compile=off", "steps=0", "epochs=0.25", "optimiser.finetune_epochs=1",
+        "optimiser.finetune_lr=1e-2", "evaluate_every=4",
+    ]  # fmt: skip
+    for name, more in (("graph", ()), ("plain", ("graph=off",))):
+        run(text, tmp_path / name, config(*settings, *more, head="softmax"))
+        assert replays[0] > 0
+    pairs = [
+        (one["loss"], other["loss"])
+        for one, other in zip(
+            log(tmp_path / "graph", "evaluate"), log(tmp_path / "plain", "evaluate"), strict=True
+        )
+        if one["averaged"] and one["split"] == "valid"
+    ]
+    assert len({one for one, _ in pairs}) > 1
+    for one, other in pairs:
+        assert one == pytest.approx(other, rel=1e-3)
+
+
 def test_a_capture_does_not_mind_a_batch_that_is_pinned_beside_it(text: Path, tmp_path: Path) -> None:
     """The thread that makes batches is slow on a busy machine: it pins memory while the step is captured."""
     done = threading.Event()

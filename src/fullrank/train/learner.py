@@ -189,6 +189,9 @@ class Learner:
             self.carried = ()
         optimiser.set_rate(self.inner_optimiser, rate)
         loss, norm = self._update_once(ids, targets)
+        if self.average is not None:
+            # Out of the step, which may be a graph from before there was one.
+            self.average.update(self.bare)
         return loss, norm
 
     def _step(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,8 +202,6 @@ class Learner:
         self.optimiser.zero_grad(set_to_none=True)
         # What a bad step carries on may be bad as well.
         self.carried = tuple(torch.where(good, tensor, 0.0) for tensor in self.carried)
-        if self.average is not None:
-            self.average.update(self.bare)
         return nll, norm
 
     def _update(self, good: Tensor) -> None:
