@@ -111,6 +111,7 @@ CASES = {
     "deep": Case(vocab=256, width=8, components=4, gain=0.60, tokens=200_000, sharpness=3.0),
     "quantised": Case(vocab=384, width=16, components=4, gain=0.20, tokens=250_000, bits=4, dtype="float16"),
     "broad": Case(vocab=512, width=48, components=4, gain=0.20, tokens=300_000),
+    "mid": Case(vocab=1024, width=64, components=4, gain=0.18, tokens=300_000),
     "wide": Case(vocab=512, width=96, components=4, gain=0.20, tokens=300_000),
     "healthy_small": Case(vocab=384, width=16, tokens=300_000),
     "healthy_few": Case(vocab=512, width=16, tokens=20_000),
@@ -125,6 +126,7 @@ CASES = {
     "healthy_quantised": Case(vocab=384, width=16, tokens=200_000, bits=4, dtype="float16"),
     "healthy_shift": Case(vocab=384, width=16, tokens=200_000, shift=0.2),
     "healthy_tails": Case(vocab=512, width=32, tokens=200_000, tails=True, dtype="bfloat16"),
+    "healthy_mid": Case(vocab=1024, width=64, tokens=300_000),
     "healthy_wide": Case(vocab=512, width=96, tokens=300_000),
 }  # fmt: skip
 

@@ -122,6 +122,32 @@ def test_no_direction_is_sure_where_the_model_is_right() -> None:
     assert found.found[0] < 1.5 * found.null
 
 
+def test_what_a_few_tokens_make_steepest_stands_behind_what_leads_somewhere() -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def moments(odd: int) -> splitting.Moments:
+        """Scores that vary more than they should along the first row as the first state does, and so many
+        that lie far out along the second as the third does."""
+        x = torch.cat([torch.ones(8192, 1), torch.randn(8192, 3, generator=draw)], dim=1)
+        scores = torch.randn(8192, 3, generator=draw)
+        scores[:, 0] += 0.7 * x[:, 1] * torch.randn(8192, generator=draw)
+        scores[:odd, 1] = 12 * x[:odd, 3].abs()
+        return splitting.Moments(
+            states=x, scores=scores, drawn=torch.randn(8192, 16, 3, generator=draw),
+            blocks=torch.arange(8192) // 128,
+        )  # fmt: skip
+
+    find, judge = moments(32), moments(0)
+    basis = splitting.Basis(rows=torch.eye(3), states=torch.eye(3), mean=torch.zeros(3))
+    gathered = splitting.Gathered(find=find, judge=judge, basis=basis, within=(find, judge))
+    found = splitting.search(gathered)
+    # The first row splits along any of the four, best as the first state does.
+    assert found.sure == 4
+    assert abs(float(found.maps[0][0, 0])) > 0.9
+    assert found.found[4] == max(found.found) > found.found[0]
+    assert abs(float(found.maps[4][1, 2])) > 0.9
+
+
 def test_tokens_that_nobody_expects_do_not_hide_a_direction() -> None:
     setting = _setting(0.6)
     draw = torch.Generator().manual_seed(5)

@@ -26,10 +26,10 @@ BLOCK = 128
 """Tokens a block."""
 
 
-def mean(values: Tensor, blocks: Tensor) -> Estimate:
+def mean(values: Tensor, blocks: Tensor, level: float = LEVEL) -> Estimate:
     """The mean of values [N] with its interval over blocks [N] of block numbers."""
     centre, error, count = mean_and_error(values, blocks)
-    return around(centre, error, count - 1)
+    return around(centre, error, count - 1, level)
 
 
 def mean_over_seeds(values: Sequence[Tensor], blocks: Tensor) -> Estimate:
@@ -69,13 +69,13 @@ def block_sums(values: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, place, values), counts
 
 
-def around(centre: float, error: float, degrees: float) -> Estimate:
+def around(centre: float, error: float, degrees: float, level: float = LEVEL) -> Estimate:
     """The interval of Student's t; endless where there was one block only."""
     from scipy import stats
 
     if degrees < 1 or not math.isfinite(error):
         return Estimate(value=centre, low=-math.inf, high=math.inf)
-    reach = float(stats.t.ppf(0.5 + LEVEL / 2, degrees)) * error
+    reach = float(stats.t.ppf(0.5 + level / 2, degrees)) * error
     return Estimate(value=centre, low=centre - reach, high=centre + reach)
 
 

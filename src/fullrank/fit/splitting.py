@@ -108,7 +108,8 @@ class Moments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Directions:
-    """Ways to split a row, the most promising first."""
+    """Ways to split a row, the steepest first among those that surely lead somewhere, then among the others:
+    a few tokens can make a direction the steepest of all that leads nowhere."""
 
     maps: Tensor
     """[J, r, H]"""
@@ -121,7 +122,7 @@ class Directions:
     null: float
     """The largest eigenvalue there when y is drawn from the model."""
     judged: tuple[Estimate, ...]
-    """Quotients on the other part."""
+    """Quotients on the other part, their intervals at 95% for all of them together."""
     basis: Basis
     """What was looked at."""
     tokens: int
@@ -140,9 +141,8 @@ class Directions:
 
     @property
     def sure(self) -> int:
-        """How many lead to more than nothing on the other part, up to the first that does not."""
-        signs = [one.low > 0 for one in self.judged]
-        return signs.index(False) if False in signs else len(signs)
+        """How many lead to more than nothing on the other part."""
+        return sum(one.low > 0 for one in self.judged)
 
     def lengths(self, number: int) -> Tensor:
         """[J] steps along the first so many, each in proportion to the root of its eigenvalue: gain λ s²
@@ -215,11 +215,13 @@ def search(gathered: Gathered, *, own: int | None = None, seed: int = 0) -> Dire
         find, judge = find.within(basis), judge.within(basis)
     values, vectors = _leading(find.scores, find.drawn, find.states, DIRECTIONS, seed)
     null, _ = _leading(find.drawn[:, 0], find.drawn[:, 1:], find.states, 1, seed)
-    judged = tuple(_quotient(judge, vector) for vector in vectors)
+    judged = [_quotient(judge, vector, 1 - (1 - estimates.LEVEL) / len(vectors)) for vector in vectors]
+    order = sorted(range(len(judged)), key=lambda place: judged[place].low <= 0)
+    values, vectors = values[order], vectors[order]
     maps, shifts = in_units(basis, vectors)
     return Directions(
         maps=maps, shifts=shifts, inner=vectors, found=tuple(values.tolist()), null=float(null[0]),
-        judged=judged, basis=basis, tokens=len(find.states),
+        judged=tuple(judged[place] for place in order), basis=basis, tokens=len(find.states),
     )  # fmt: skip
 
 
@@ -368,11 +370,11 @@ def _leading(scores: Tensor, drawn: Tensor, x: Tensor, number: int, seed: int) -
     return torch.from_numpy(values[order].copy()), found
 
 
-def _quotient(judge: Moments, vector: Tensor) -> Estimate:
+def _quotient(judge: Moments, vector: Tensor, level: float) -> Estimate:
     moved = judge.states @ vector.T
     gained = (judge.scores * moved).sum(dim=1).square()
     expected = torch.einsum("nmr,nr->nm", judge.drawn, moved).square().mean(dim=1)
-    return estimates.mean(gained - expected, judge.blocks)
+    return estimates.mean(gained - expected, judge.blocks, level)
 
 
 def _cut(scores: Tensor) -> Tensor:

@@ -286,9 +286,10 @@ class SplitTest:
     null: float
     """The largest of them when the next token is drawn from the model itself."""
     judged: tuple[Estimate, ...]
-    """The same directions on other tokens, where their expectation is 0 if nothing is to be had."""
+    """The same directions on other tokens, where their expectation is 0 if nothing is to be had, with
+    intervals at 95% for all of them together."""
     sure: int
-    """How many of these, from the first on, are surely above 0."""
+    """How many of these are surely above 0; they stand first."""
     components: int
     """What mixtures were given for it."""
     gain: Estimate | None
