@@ -45,6 +45,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"fullrank {__version__}\n"
 
 
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "fullrank", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"fullrank {__version__}\n"), done.stderr
+
+
 def test_help_and_version_import_nothing_heavy() -> None:
     """What makes them slow is imports; a clock would be flaky."""
     code = (
