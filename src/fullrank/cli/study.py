@@ -17,6 +17,7 @@ from fullrank.cli.study_grid import (
     Domains,
     Heads,
     Optimiser,
+    Published,
     Pythia,
     Spam,
     Width,
@@ -69,8 +70,8 @@ class Languages:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Run a question of the field: pythia, width, heads, optimiser, bodies, cause, domains, spam, languages,
-    attention or histalign."""
+    """Run a question of the field: pythia, width, heads, optimiser, bodies, cause, domains, spam, published,
+    languages, attention or histalign."""
 
     what: (
         Annotated[Pythia, tyro.conf.subcommand("pythia")]
@@ -81,6 +82,7 @@ class Study:
         | Annotated[Cause, tyro.conf.subcommand("cause")]
         | Annotated[Domains, tyro.conf.subcommand("domains")]
         | Annotated[Spam, tyro.conf.subcommand("spam")]
+        | Annotated[Published, tyro.conf.subcommand("published")]
         | Annotated[Languages, tyro.conf.subcommand("languages")]
         | Annotated[Attention, tyro.conf.subcommand("attention")]
         | Annotated[Histalign, tyro.conf.subcommand("histalign")]
@@ -97,6 +99,7 @@ def study(options: Study) -> Path:
         Cause: grid_study,
         Domains: grid_study,
         Spam: grid_study,
+        Published: grid_study,
         Languages: languages_study,
         Attention: grid_study,
         Histalign: histalign,

@@ -6,7 +6,7 @@ import math
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -126,6 +126,17 @@ class Spam(_Extent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Published(_Grid):
+    """How near do softmax and a mixture come to their published perplexities in 25 minutes of one GPU?
+
+    Example: fullrank study published --data wikitext-2 --seeds 1
+    """
+
+    reference: Literal["wikitext-2", "ptb"] = "wikitext-2"
+    """Text whose published sizes and perplexities are taken; --data may be any."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pythia:
     """Which public Pythias turn, what the scaling law says, and what a smaller batch changes.
 
@@ -220,6 +231,10 @@ def _study(options: _Extent) -> Any:
         from fullrank.studies import attention_grid
 
         return attention_grid.study(options.normalisers, options.temperatures)
+    if isinstance(options, Published):
+        from fullrank.studies import published_grid
+
+        return published_grid.study(options.reference)
     from fullrank.studies.body_grid import BODIES
     from fullrank.studies.cause_grid import CAUSE
     from fullrank.studies.domain_grid import DOMAINS

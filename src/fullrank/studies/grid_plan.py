@@ -109,24 +109,27 @@ def seeded(own: Spec, seeds: int, *settings: str) -> list[Spec]:
     ]
 
 
-def tuned(done: Done, own: Spec, factors: Sequence[float]) -> tuple[tuple[str, ...] | None, list[Spec]]:
-    """The learning rate that a run wants, as a setting: trials of a quarter of its length at factors of the
+def tuned(
+    done: Done, own: Spec, factors: Sequence[float], *, share: float = 0.25
+) -> tuple[tuple[str, ...] | None, list[Spec]]:
+    """The learning rate that a run wants, as a setting: trials of a share of its length at factors of the
     recipe's rate, and further ones while the best stands at an end. None while trials are missing."""
+    from fullrank.fit.budget import Budget
     from fullrank.train.config import override
     from fullrank.train.recipes import recipe
 
     config = override(recipe(own.recipe, own.head), own.settings)
-    steps = max(4, config.steps // 4)
+    steps, budget = max(4, int(share * config.steps)), Budget.parse(config.budget)
+    shorter: tuple[str, ...] = (f"steps={steps}", f"evaluate_every={steps}")
+    if budget is not None:
+        shorter = (f"budget={budget.measure}={share * budget.amount:g}",)
     grid = sorted(factors)
     for _ in range(GROWTH + 1):
         trials = [
             dataclasses.replace(
                 own,
                 name=f"{own.name}-rate{factor:g}",
-                settings=(
-                    *own.settings, f"steps={steps}", f"evaluate_every={steps}",
-                    f"optimiser.lr={config.optimiser.lr * factor:g}",
-                ),
+                settings=(*own.settings, *shorter, f"optimiser.lr={config.optimiser.lr * factor:g}"),
                 factors={**own.factors, "trial": f"{factor:g}"},
             )
             for factor in grid

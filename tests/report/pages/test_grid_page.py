@@ -1,10 +1,14 @@
 """The page of a study: effects of one unit share an axis, those of another have their own."""
 
+import dataclasses
 import math
 
-from fullrank.report.pages.grid_page import effects, grid_page
+import pytest
+
+from fullrank.report.pages.grid_page import effects, grid_page, over_minutes
 from fullrank.results.estimate import Estimate
 from fullrank.results.grid import NATS, Grid, GridAnswer, Statement
+from tests.studies.made_runs import made_by_hand
 
 STATEMENT = Statement(
     question="Does it?",
@@ -40,3 +44,17 @@ def test_each_unit_has_its_axis_and_the_statements_comes_first() -> None:
 
 def test_a_study_without_answers_has_a_page() -> None:
     assert all(section.chart is None for section in grid_page(grid()).sections)
+
+
+def test_published_perplexities_are_drawn_over_the_minutes_of_their_runs() -> None:
+    run = made_by_hand("mos-seed0", 4.0, losses=(6.0, 5.0, 4.0), head="mos")
+    trial = made_by_hand("mos-rate1", 5.0, head="mos", trial="1")
+    record = dataclasses.replace(
+        grid(), name="published", runs=(dataclasses.replace(run, seconds=1800.0), trial)
+    )
+    (trace,) = over_minutes(record).traces
+    assert [point.x for point in trace.points] == [10.0, 20.0, 30.0]
+    assert [point.y for point in trace.points] == pytest.approx([math.exp(loss) for loss in (6.0, 5.0, 4.0)])
+    assert "Perplexity over minutes" in [section.title for section in grid_page(record).sections]
+    other = dataclasses.replace(record, name="heads")
+    assert "Perplexity over minutes" not in [section.title for section in grid_page(other).sections]

@@ -13,7 +13,7 @@ from fullrank.report.figures import figure, number
 from fullrank.report.page import Column, Page, Section, Table, draw
 from fullrank.report.pages.attention_grid_section import sections as attention_sections
 from fullrank.report.text import shown
-from fullrank.results.grid import Grid, GridAnswer, GridRun
+from fullrank.results.grid import Grid, GridAnswer, GridPoint, GridRun
 
 STYLES = ("line", "dashed", "dotted")
 SHOWN = {
@@ -44,6 +44,7 @@ def grid_page(record: Grid) -> Page:
             ),
             *_decided(record),
             *(attention_sections(record) if record.name == "attention" else ()),
+            *(_timed(record) if record.name == "published" else ()),
             *_curves(record),
             _runs(record),
         ),
@@ -139,28 +140,68 @@ def _decided(record: Grid) -> Iterator[Section]:
 
 def curves(record: Grid, monitor: str = "", wanted: Callable[[GridRun], bool] = lambda run: True) -> Curves:
     """Every whole run over its tokens: the validation loss, or a monitor."""
-    whole = [run for run in record.runs if "trial" not in run.factors and len(run.curve) > 1 and wanted(run)]
+
+    def height(point: GridPoint) -> float:
+        return point.monitors.get(monitor, math.nan) if monitor else point.loss
+
+    return _traced(
+        [run for run in record.runs if wanted(run)], lambda run, point: point.tokens, height,
+        x=Axis(title="tokens", log=True), y=Axis(title=SHOWN[monitor]),
+    )  # fmt: skip
+
+
+def over_minutes(record: Grid) -> Curves:
+    """The validation perplexity of every whole run over its time, which its steps share alike."""
+    return _traced(
+        record.runs, lambda run, point: run.seconds / 60 * point.step / run.curve[-1].step,
+        lambda point: math.exp(min(point.loss, 50.0)),
+        x=Axis(title="minutes of training"), y=Axis(title="validation perplexity", log=True),
+    )  # fmt: skip
+
+
+def _traced(
+    runs: Sequence[GridRun],
+    place: Callable[[GridRun, GridPoint], float],
+    height: Callable[[GridPoint], float],
+    *,
+    x: Axis,
+    y: Axis,
+) -> Curves:
+    whole = [run for run in runs if "trial" not in run.factors and len(run.curve) > 1]
     names = list(dict.fromkeys(_colour_of(run) for run in whole))
     looks = {name: MODEL_COLOURS[place % len(MODEL_COLOURS)] for place, name in enumerate(names)}
     # More of them than colours: the second round is dashed.
     styles = {name: STYLES[min(2, place // len(MODEL_COLOURS))] for place, name in enumerate(names)}
     traces = []
     for run in whole:
-        heights = [point.monitors.get(monitor, math.nan) if monitor else point.loss for point in run.curve]
         points = tuple(
-            Point(x=point.tokens, y=height, summary=f"{shown(run.name)}: {number(height)}")
-            for point, height in zip(run.curve, heights, strict=True)
-            if point.tokens > 0 and math.isfinite(height)
+            Point(x=place(run, point), y=value, summary=f"{shown(run.name)}: {number(value)}")
+            for point in run.curve
+            if place(run, point) > 0 and math.isfinite(value := height(point))
         )
         if points:
             name = _colour_of(run)
             traces.append(Trace(colour=looks[name], style=styles[name], dots=False, points=points))
     return Curves(
-        x=Axis(title="tokens", log=True),
-        y=Axis(title=SHOWN[monitor]),
+        x=x,
+        y=y,
         traces=tuple(traces),
         legend=tuple(Key(label=shown(name), colour=looks[name], mark=styles[name]) for name in names),
     )
+
+
+def _timed(record: Grid) -> Iterator[Section]:
+    picture = over_minutes(record)
+    if picture.traces:
+        yield Section(
+            title="Perplexity over minutes",
+            identity="minutes",
+            text=("Of validation text, one line a run. Runs that shared a device say little here.",),
+            chart=draw(
+                picture.specification, name="Validation perplexity, over minutes of training",
+                description="The ends of losses are in the table below.", legend=picture.legend,
+            ),
+        )  # fmt: skip
 
 
 def _curves(record: Grid) -> Iterator[Section]:
