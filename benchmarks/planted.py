@@ -23,6 +23,11 @@ a few last words, not on where a diagnosis cuts the text into windows, and conte
 many streams side by side. Tied embeddings are fitted as a whole, rows and states together, so
 there the truth is a mixture over other states than the model's.
 
+A bent truth is no mixture that a head here could represent: components move with the state as
+tanh does, and their priors follow it,
+
+    p(y | h) = sum_k pi_k(h) softmax(W_t (h + s (tanh(2 M_k h) - mean_k))),       pi = softmax(A h + a).
+
 A healthy model is the same with K = 1 and s = 0: its text is drawn from its own softmax, or, where `shift` is
 above zero, from one with another matrix and bias over the same states. There a refit gains and no head beats
 the refit.
@@ -86,6 +91,8 @@ class Case:
     """Standard deviation of the truth's scores."""
     shift: float = 0.0
     """Of the text's softmax against the model's, as a share of its scores."""
+    bent: bool = False
+    """Components that bend with the state, of priors that follow it."""
     tails: bool = False
     """Norms of states far apart, and a few directions that hold most of them."""
 
@@ -113,6 +120,7 @@ CASES = {
     "broad": Case(vocab=512, width=48, components=4, gain=0.20, tokens=300_000),
     "mid": Case(vocab=1024, width=64, components=4, gain=0.18, tokens=300_000),
     "wide": Case(vocab=512, width=96, components=4, gain=0.20, tokens=300_000),
+    "bent": Case(vocab=512, width=20, components=3, gain=0.12, tokens=250_000, bent=True),
     "healthy_small": Case(vocab=384, width=16, tokens=300_000),
     "healthy_few": Case(vocab=512, width=16, tokens=20_000),
     "healthy_tied": Case(vocab=512, width=24, tokens=200_000, tied=True, dtype="bfloat16"),
@@ -166,18 +174,28 @@ class Truth:
     """[K, D, D]"""
     offset: Tensor
     """[D] of all rows: zero, but where the text has moved away from the model."""
+    gate: Tensor | None = None
+    """[K, D + 1] of a bent truth."""
+    size: float = 1.0
+    """How far components stand apart."""
 
     def log_probs(self, states: Tensor) -> Tensor:
         """[C, D] to [C, V]."""
-        K = len(self.maps)
         parts = torch.full((len(states), len(self.weight)), -math.inf, dtype=states.dtype)
-        for one in self.maps:
-            rows = states + states @ one.T + self.offset
-            parts = torch.logaddexp(parts, (rows @ self.weight.T).log_softmax(1))
-        return parts - math.log(K)
+        log_prior = torch.full((len(states), len(self.maps)), -math.log(len(self.maps)), dtype=states.dtype)
+        moves = torch.einsum("cd,ked->cke", states, self.maps)
+        if self.gate is not None:
+            log_prior = (states @ self.gate[:, :-1].T + self.gate[:, -1]).log_softmax(1)
+            moves = torch.tanh(2 * moves)
+            moves = moves - torch.einsum("ck,cke->ce", log_prior.exp(), moves)[:, None]
+        for component in range(len(self.maps)):
+            rows = states + self.size * moves[:, component] + self.offset
+            own = log_prior[:, component, None] + (rows @ self.weight.T).log_softmax(1)
+            parts = torch.logaddexp(parts, own)
+        return parts
 
     def spread(self, by: float) -> Truth:
-        return dataclasses.replace(self, maps=by * self.maps)
+        return dataclasses.replace(self, size=by * self.size)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -390,8 +408,9 @@ def _truth(case: Case, generator: torch.Generator) -> Truth:
     K, D = case.components, case.width
     weight = _scores(case, generator)
     maps = torch.randn(K, D, D, generator=generator, dtype=FIT) / D**0.5
+    gate = torch.randn(K, D + 1, generator=generator, dtype=FIT) / D**0.5 if case.bent else None
     # Centred: else the mean row is moved, which a softmax follows and no rank is needed for.
-    return Truth(weight=weight, maps=maps - maps.mean(0), offset=torch.zeros(D, dtype=FIT))
+    return Truth(weight=weight, maps=maps - maps.mean(0), offset=torch.zeros(D, dtype=FIT), gate=gate)
 
 
 def _body(case: Case, generator: torch.Generator) -> Any:

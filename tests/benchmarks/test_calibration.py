@@ -54,6 +54,7 @@ CASES = {
     "LayerNorm": {"components": 2, "gain": 0.1, "family": "gpt_neox", "dtype": "float16"},
     "layers": {"components": 2, "gain": 0.1, "layers": 2},
     "quantised": {"components": 2, "gain": 0.1, "bits": 4, "dtype": "float16"},
+    "bent": {"components": 3, "gain": 0.06, "bent": True},
     "healthy": {},
     "healthy, heavy tails": {"tails": True, "dtype": "bfloat16"},
     "healthy, shifted": {"shift": 0.3},

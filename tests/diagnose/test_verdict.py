@@ -98,10 +98,10 @@ def test_held_back() -> None:
     assert (found.gain.low, found.gain.high) == pytest.approx((0.048, 0.062))
     # A gain of g nats lowers the perplexity by 1 - exp(-g).
     assert "tiny" in found.lines[0]
-    assert "about 5.4% of perplexity" in found.lines[0]
+    assert "about 5.4% off the perplexity" in found.lines[0]
     assert "mos with 4 components gains +0.0500 (95%: +0.0480 to +0.0520)" in found.lines[1]
     assert "of a planted 0.030 the same fits find 0.025" in found.lines[1]
-    assert "+0.0550 (95%: +0.0480 to +0.0620) is there" in found.lines[1]
+    assert "+0.0550 (95%: +0.0480 to +0.0620) is there for a head of this kind" in found.lines[1]
     assert "a gain of 0.0080 would have been seen" in found.lines[1]
     assert found.next == "fullrank upgrade models/tiny --head mos --components 4 --train TEXT"
     assert found.next in found.lines[2]
@@ -163,7 +163,7 @@ def test_a_gain_spread_over_directions_that_nobody_looked_at_is_not_said_to_be_s
     found = checked(record(around(0.05), power=few))
     assert found.outcome == HELD_BACK
     assert found.gain == Estimate(value=0.05, low=around(0.05).low, high=math.inf)
-    assert "at least 4.7% of perplexity" in found.lines[0]
+    assert "at least 4.7% off the perplexity" in found.lines[0]
     assert found.smallest == 0.05
 
 
@@ -224,7 +224,7 @@ def test_a_gain_that_is_found_although_a_planted_one_was_not_counts_where_it_mat
     assert found.outcome == HELD_BACK
     # How much more there is nobody knows.
     assert found.gain == Estimate(value=0.04, low=around(0.04).low, high=math.inf)
-    assert "at least 3.7% of perplexity" in found.lines[0]
+    assert "at least 3.7% off the perplexity" in found.lines[0]
     little = verdict(record(around(0.5 * MATERIAL), power=MISSED))
     assert little.outcome == UNDECIDED
     assert "gains" in little.lines[0]

@@ -15,6 +15,9 @@ text costs more than the gain, (rows D) / 2N nats for N tokens: what is planted 
 and says nothing of what another W would bring. Where far more was missed than was found, because far more
 had to be planted, nothing is added: the figure is what was found, and has no upper end.
 
+All of it is about heads of the kind that was fitted. A truth that no mixture over these states has, as where
+components bend with the state, is worth more to a head that could follow it (docs/diagnose.md).
+
 A wide model's rows are split along its leading directions alone, and so is what is planted. Of a gain that is
 spread over all of them only a part lies there, and a split gains with the square of that part (the fourth
 power of its length). What is said to be seen is a gain of that kind.
@@ -126,7 +129,9 @@ def _first(record: Diagnosis, found: BetterHead, gain: Estimate, outcome: str) -
     if outcome == HELD_BACK:
         closed = math.isfinite(gain.high)
         share = f"about {_share(gain.value)}" if closed else f"at least {_share(gain.low)}"
-        return f"Held back: the output layer of {name} costs it {share} of perplexity on text like this."
+        return (
+            f"Held back: another output layer would take {share} off the perplexity of {name} on such text."
+        )
     if outcome == NOT_HELD_BACK:
         return f"Not held back: no better head was found for {name} on this text."
     if _seen(found.best_gain):
@@ -160,11 +165,11 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
         rest = f"{planted}, and it is not known how much more is there"
     elif _seen(measured) and not math.isfinite(gain.high):
         rest = (
-            f"{planted}, so that {_nats(gain)} is there, which is little beside what W costs to learn from "
-            f"{found.fit_tokens:,} tokens{seen}"
+            f"{planted}, so that {_nats(gain)} is there for a head of this kind, which is little beside what "
+            f"W costs to learn from {found.fit_tokens:,} tokens{seen}"
         )
     elif _seen(measured):
-        rest = f"{planted}, so that {_nats(gain)} is there{seen}"
+        rest = f"{planted}, so that {_nats(gain)} is there for a head of this kind{seen}"
     elif math.isfinite(smallest):
         rest = f"a gain of {smallest:.4f} or more would have been seen ({planted})"
     else:
