@@ -152,6 +152,8 @@ class Planted:
     """The same over the best softmax whose rows have a perceptron of as many parameters as the true maps."""
     gain_over_rows: float
     """The same over the best softmax of this width with a free row for every context."""
+    gain_of_mixture: float
+    """What is there for a mixture whose rows are affine in the state: all of it, but of a bent truth."""
     refit_gain: float
     """What a refitted softmax gains: zero up to the rounding of the stored matrix, but where a text has
     moved from what the model was fitted on."""
@@ -175,7 +177,8 @@ class Truth:
     offset: Tensor
     """[D] of all rows: zero, but where the text has moved away from the model."""
     gate: Tensor | None = None
-    """[K, D + 1] of a bent truth."""
+    """[K, D + 1] of priors that follow the state; else they are equal."""
+    bent: bool = False
     size: float = 1.0
     """How far components stand apart."""
 
@@ -186,6 +189,7 @@ class Truth:
         moves = torch.einsum("cd,ked->cke", states, self.maps)
         if self.gate is not None:
             log_prior = (states @ self.gate[:, :-1].T + self.gate[:, -1]).log_softmax(1)
+        if self.bent:
             moves = torch.tanh(2 * moves)
             moves = moves - torch.einsum("ck,cke->ce", log_prior.exp(), moves)[:, None]
         for component in range(len(self.maps)):
@@ -257,6 +261,7 @@ def plant(directory: Path, case: Case, *, seed: int = 0) -> Planted:
         gain=short if mixed else 0.0,
         gain_over_equal=bent_rows(contexts, stored, case.components) - contexts.entropy if mixed else 0.0,
         gain_over_rows=free_rows(contexts, stored) - contexts.entropy if mixed else 0.0,
+        gain_of_mixture=loss - best_mixture(contexts, stored) if case.bent else (short if mixed else 0.0),
         refit_gain=loss - cross_entropy(contexts, fitted.weight) if mixed else short,
         entropy=contexts.entropy,
         loss=loss,
@@ -328,6 +333,23 @@ def bent_rows(contexts: Contexts, start: Tensor, components: int) -> float:
     return cross_entropy(contexts, start) - (
         before - _minimise([*rows.parameters(), weight], loss, steps=300)
     )
+
+
+def best_mixture(contexts: Contexts, start: Tensor, components: int = 4) -> float:
+    """Loss of the best mixture of rows that are affine in the state, from above: the descent is from a small
+    random split of the softmax, and stops."""
+    states, joint = contexts.states[:SEARCHED], contexts.joint[:SEARCHED] / contexts.joint[:SEARCHED].sum()
+    D = states.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    maps = 0.3 * torch.randn(components, D, D, generator=generator, dtype=FIT) / D**0.5
+    truth = Truth(
+        weight=start.clone(), maps=maps - maps.mean(0), offset=torch.zeros(D, dtype=FIT),
+        gate=torch.zeros(components, D + 1, dtype=FIT), bent=False,
+    )  # fmt: skip
+    before = -float((joint * (states @ start.T).log_softmax(1)).sum())
+    learnt = [truth.weight, truth.maps, truth.offset, truth.gate]
+    after = _minimise(learnt, lambda: -(joint * truth.log_probs(states)).sum(), steps=300)
+    return cross_entropy(contexts, start) - (before - after)
 
 
 def _minimise(parameters: Sequence[Tensor], loss: Callable[[], Tensor], *, steps: int) -> float:
@@ -410,7 +432,9 @@ def _truth(case: Case, generator: torch.Generator) -> Truth:
     maps = torch.randn(K, D, D, generator=generator, dtype=FIT) / D**0.5
     gate = torch.randn(K, D + 1, generator=generator, dtype=FIT) / D**0.5 if case.bent else None
     # Centred: else the mean row is moved, which a softmax follows and no rank is needed for.
-    return Truth(weight=weight, maps=maps - maps.mean(0), offset=torch.zeros(D, dtype=FIT), gate=gate)
+    return Truth(
+        weight=weight, maps=maps - maps.mean(0), offset=torch.zeros(D, dtype=FIT), gate=gate, bent=case.bent
+    )
 
 
 def _body(case: Case, generator: torch.Generator) -> Any:

@@ -79,6 +79,7 @@ def test_truth_and_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert planted.gradient < 1e-6
         assert planted.gain >= planted.gain_over_equal - 1e-4
         assert planted.gain >= planted.gain_over_rows > 0
+        assert (0 < planted.gain_of_mixture < 0.98 * planted.gain) == case.bent
         # Rounding is all that stands between the stored matrix and the best one.
         assert abs(planted.refit_gain) < (0.03 if case.bits else 1e-3)
     else:
@@ -122,8 +123,8 @@ def test_a_seed_makes_the_same_files(tmp_path: Path) -> None:
 def test_readings_and_judgement() -> None:
     calibration, planting = module("calibration"), module("planted")
     planted = planting.Planted(
-        model=Path(), text=Path(), gain=0.2, gain_over_equal=0.15, gain_over_rows=0.1, refit_gain=0.0,
-        entropy=4.0, loss=4.2, spread=1.0, gradient=0.0,
+        model=Path(), text=Path(), gain=0.2, gain_over_equal=0.15, gain_over_rows=0.1, gain_of_mixture=0.2,
+        refit_gain=0.0, entropy=4.0, loss=4.2, spread=1.0, gradient=0.0,
     )  # fmt: skip
     healthy = dataclasses.replace(planted, gain=0.0, gain_over_equal=0.0)
     today = {
