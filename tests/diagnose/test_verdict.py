@@ -146,6 +146,19 @@ def test_what_was_missed_of_far_more_than_was_found_is_not_added() -> None:
         assert ("not known how much more" in found.lines[1]) is not added
 
 
+def test_a_little_of_which_nobody_knows_how_much_more_there_is_is_undecided() -> None:
+    # Below and above what matters, while 0.084 of what was planted was missed.
+    tried = Power(planted=around(0.204), found=around(0.12), smallest=0.04, converged=True)
+    for gain, outcome in ((0.010, UNDECIDED), (0.021, HELD_BACK)):
+        found = checked(record(around(gain), power=tried))
+        assert found.outcome == outcome
+        assert found.gain == Estimate(value=gain, low=around(gain).low, high=math.inf)
+        assert ("cannot say how much is there" in found.lines[0]) == (outcome == UNDECIDED)
+        assert ("diagnose" in found.next) == (outcome == UNDECIDED)
+    # As little is held back where it is known to be all.
+    assert checked(record(around(0.010), fit_tokens=10_000_000)).outcome == HELD_BACK
+
+
 def test_a_gain_spread_over_directions_that_nobody_looked_at_is_not_said_to_be_seen() -> None:
     # Of a third of the directions a ninth of the gain is left: of 0.072 it is 0.008.
     for covered, smallest, outcome in ((1.0, 0.008, NOT_HELD_BACK), (1 / 3, 0.072, UNDECIDED)):

@@ -59,7 +59,8 @@ def verdict(record: Diagnosis) -> Verdict:
             next="",
         )  # fmt: skip
     smallest = smallest_seen(found)
-    gain, outcome = there(found, smallest, record.model.width), outcome_of(found, smallest)
+    gain = there(found, smallest, record.model.width)
+    outcome = outcome_of(found, smallest, gain)
     command = _next(record, found, outcome)
     return Verdict(
         outcome=outcome,
@@ -109,12 +110,14 @@ def _seen(gain: Estimate) -> bool:
     return gain.low > 0 and gain.value >= LEAST
 
 
-def outcome_of(found: BetterHead, smallest: float) -> str:
+def outcome_of(found: BetterHead, smallest: float, known: Estimate) -> str:
+    """`known` is what is there."""
     gain = found.best_gain
     if _seen(gain):
-        # Fits that miss most of a planted gain say that there is one, and not how large it is.
-        known = math.isfinite(smallest if found.power is None else found.power.smallest)
-        return HELD_BACK if known or gain.value >= MATERIAL else UNDECIDED
+        # Where nobody knows how much more there is, or fits miss most of a planted gain, there is one, and
+        # not whether it matters.
+        told = math.isfinite(smallest if found.power is None else found.power.smallest + known.high)
+        return HELD_BACK if told or gain.value >= MATERIAL else UNDECIDED
     # Nothing found is an answer only where it was tried what would have been found.
     tried = found.power is not None and smallest <= MATERIAL
     return NOT_HELD_BACK if tried and gain.value < MATERIAL else UNDECIDED
