@@ -342,12 +342,10 @@ def best_mixture(contexts: Contexts, start: Tensor, components: int = 4) -> floa
     D = states.shape[1]
     generator = torch.Generator().manual_seed(0)
     maps = 0.3 * torch.randn(components, D, D, generator=generator, dtype=FIT) / D**0.5
-    truth = Truth(
-        weight=start.clone(), maps=maps - maps.mean(0), offset=torch.zeros(D, dtype=FIT),
-        gate=torch.zeros(components, D + 1, dtype=FIT), bent=False,
-    )  # fmt: skip
+    gate = torch.zeros(components, D + 1, dtype=FIT)
+    truth = Truth(weight=start.clone(), maps=maps - maps.mean(0), offset=torch.zeros(D, dtype=FIT), gate=gate)
     before = -float((joint * (states @ start.T).log_softmax(1)).sum())
-    learnt = [truth.weight, truth.maps, truth.offset, truth.gate]
+    learnt = [truth.weight, truth.maps, truth.offset, gate]
     after = _minimise(learnt, lambda: -(joint * truth.log_probs(states)).sum(), steps=300)
     return cross_entropy(contexts, start) - (before - after)
 
