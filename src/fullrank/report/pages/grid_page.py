@@ -161,7 +161,7 @@ def over_minutes(record: Grid) -> Curves:
 
 def _traced(
     runs: Sequence[GridRun],
-    place: Callable[[GridRun, GridPoint], float],
+    along: Callable[[GridRun, GridPoint], float],
     height: Callable[[GridPoint], float],
     *,
     x: Axis,
@@ -175,9 +175,9 @@ def _traced(
     traces = []
     for run in whole:
         points = tuple(
-            Point(x=place(run, point), y=value, summary=f"{shown(run.name)}: {number(value)}")
+            Point(x=along(run, point), y=value, summary=f"{shown(run.name)}: {number(value)}")
             for point in run.curve
-            if place(run, point) > 0 and math.isfinite(value := height(point))
+            if along(run, point) > 0 and math.isfinite(value := height(point))
         )
         if points:
             name = _colour_of(run)
