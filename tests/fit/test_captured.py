@@ -59,3 +59,13 @@ def test_a_graph_may_be_wanted_later_and_the_device_is_asked_for_first(
         assert steps(one, 7) == [1] * 7
         one.captures = True
         assert steps(one, 3) == after
+
+
+def test_a_batch_of_another_shape_goes_without_the_graph_and_is_none_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = step(monkeypatch)
+    sizes = [2, 2, 2, 1, 2, 2, 2, 1, 2]
+    found = [float(one(torch.zeros(size))[0][0]) for size in sizes]
+    # The fourth would be the graph, and has another shape than the third.
+    assert found == [1, 1, 1, 1, 1, 101, 101, 1, 101]

@@ -2,7 +2,7 @@
 
 A graph repeats what was launched while it was captured, at the same addresses: weights, gradients and the
 optimiser's state stay where they are, batches are copied into place, and rates are tensors that are filled.
-So all batches have one shape, nothing on the way asks the device for a value, and randomness is the
+So its batches have one shape, nothing on the way asks the device for a value, and randomness is the
 generator's as it stands before a replay. A capture that fails leaves the process with a stream and a
 generator that still wait for its end, so what asks the device is looked for before. Nor may anything hold on
 to what an earlier step has made of the weights: its gradients would wait for a stream that is not captured.
@@ -52,8 +52,9 @@ def asks_the_device() -> Iterator[list[str]]:
 
 
 class Step:
-    """`update` of batches of one shape, which returns what it measures: as one graph, where it `captures`,
-    once kernels are compiled and chosen and unless something in it asks the device."""
+    """`update`, which returns what it measures: as one graph, where it `captures`, once kernels are compiled
+    and chosen, two batches in a row had one shape, and unless something in it asks the device. Batches of
+    other shapes, as the last of a text, go without."""
 
     def __init__(
         self, update: Update, optimiser: torch.optim.Optimizer, *, captures: bool, remedy: str
@@ -66,6 +67,8 @@ class Step:
     def renew(self) -> None:
         """What a graph works on is no longer where it was."""
         self._warm, self._asked = 0, False
+        self._shapes: list[torch.Size] = []
+        """Of the inputs before, and once there is a graph, of its own."""
         self._captured: CapturedStep | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -73,11 +76,16 @@ class Step:
         if not self.captures or self._warm < WARM:
             return self.update(*inputs)
         if not self._asked:
-            self._asked = True
+            self._asked, self._shapes = True, [one.shape for one in inputs]
             with asks_the_device() as asked:
                 found = self.update(*inputs)
             self.captures = not asked
             return found
+        shapes = [one.shape for one in inputs]
+        if shapes != self._shapes:
+            if self._captured is None:
+                self._shapes = shapes
+            return self.update(*inputs)
         if self._captured is None:
             self._captured = CapturedStep(self.update, self.optimiser, inputs, self.remedy)
         return self._captured(*inputs)

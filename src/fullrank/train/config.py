@@ -178,8 +178,9 @@ class Config:
     """Of the products; weights and sums are fp32. auto: bf16 on a GPU that has it, else fp32."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for the body; auto: a transformer on a GPU."""
-    graph: Literal["auto", "off"] = "auto"
-    """A step as one CUDA graph; auto: where the GPU waits for launches more than for products."""
+    graph: Literal["auto", "on", "off"] = "auto"
+    """A step as one CUDA graph; auto: a transformer's, where the GPU waits for launches more than for
+    products; on: an LSTM's too, and of any size."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -129,13 +129,13 @@ class Learner:
             # In place, so that names and checkpoints know nothing of it. The head's loss is compiled already.
             self.bare.model.compile(dynamic=False)
         self.sharded = vocab_parallel or fsdp
+        flops = training_flops(self.bare, config.length) * config.batch * config.length
         captures = (
-            config.graph == "auto"
-            and compiled
+            (config.graph == "on" or (config.graph == "auto" and compiled and flops < SMALL))
+            and device.type == "cuda"
             and self.machine.num_processes == 1
             and not (self.sharded or config.jitter or self.penalties)
             and can_capture(self.inner_optimiser)
-            and training_flops(self.bare, config.length) * config.batch * config.length < SMALL
         )
         self._update_once = Step(
             self._step,
@@ -186,23 +186,24 @@ class Learner:
         device = self.machine.device
         ids, targets = batch.ids.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True)
         if batch.fresh:
-            self.carried = ()
+            self.carried = tuple(map(torch.zeros_like, self.carried))
         optimiser.set_rate(self.inner_optimiser, rate)
-        loss, norm = self._update_once(ids, targets)
+        loss, norm, *carried = self._update_once(ids, targets, *self.carried)
+        self.carried = tuple(carried)
         if self.average is not None:
             # Out of the step, which may be a graph from before there was one.
             self.average.update(self.bare)
         return loss, norm
 
-    def _step(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        nll = self._gradients(ids, targets)
+    def _step(self, ids: Tensor, targets: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+        """Loss and norm, and what is carried on: all that it reads is given, as a graph needs it."""
+        nll, following = self._gradients(ids, targets, carried)
         norm = self._clip()
         good = torch.isfinite(norm)
         self._update(good)
         self.optimiser.zero_grad(set_to_none=True)
         # What a bad step carries on may be bad as well.
-        self.carried = tuple(torch.where(good, tensor, 0.0) for tensor in self.carried)
-        return nll, norm
+        return nll, norm, *(torch.where(good, tensor, 0.0) for tensor in following)
 
     def _update(self, good: Tensor) -> None:
         """Step where `good`, which is the same on all processes: a gradient is summed over them first."""
@@ -214,25 +215,24 @@ class Learner:
         elif bool(good):
             self.optimiser.step()
 
-    def _gradients(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of the batch's mean loss; returns that loss without penalties."""
+    def _gradients(self, ids: Tensor, targets: Tensor, carried: Carried) -> tuple[Tensor, Carried]:
+        """Gradients of the batch's mean loss; returns that loss without penalties, and what is carried on."""
         parts = self.config.accumulate
         device = self.machine.device.type
-        total, carried = ids.new_zeros((), dtype=torch.float64), []
+        total, following = ids.new_zeros((), dtype=torch.float64), []
         size = ids.shape[0] // parts
         for number in range(parts):
             some = slice(number * size, (number + 1) * size)
             last = number + 1 == parts
             quiet = contextlib.nullcontext() if last else self.machine.no_sync(self.objective)
             with quiet:
-                before = tuple(tensor[some] for tensor in self.carried)
+                before = tuple(tensor[some] for tensor in carried)
                 with torch.autocast(device, torch.bfloat16, enabled=self.half):
                     out = self.objective(ids[some], targets[some], before)
                 self.machine.backward(out.value / parts)
             total += out.nll / parts
-            carried.append(out.carried)
-        self.carried = tuple(torch.cat(tensors) for tensors in zip(*carried, strict=True))
-        return total
+            following.append(out.carried)
+        return total, tuple(torch.cat(tensors) for tensors in zip(*following, strict=True))
 
     def _clip(self) -> Tensor:
         most = self.config.optimiser.clip or math.inf
