@@ -60,6 +60,12 @@ class Heads(_Grid):
     Example: fullrank study heads --data wikitext-2 --small
     """
 
+    widths: tuple[int, ...] = ()
+    """Of bodies; 64 and 128 by default."""
+    heads: tuple[str, ...] = ()
+    """Which to train, softmax among them; all by default: softmax, sigsoftmax, mos2, mos4, mos16, trunk10,
+    doc4, plif."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimiser(_Grid):
@@ -231,6 +237,10 @@ def _study(options: _Extent) -> Any:
         from fullrank.studies import attention_grid
 
         return attention_grid.study(options.normalisers, options.temperatures)
+    if isinstance(options, Heads):
+        from fullrank.studies import head_grid
+
+        return head_grid.study(options.widths, options.heads)
     if isinstance(options, Published):
         from fullrank.studies import published_grid
 
@@ -238,13 +248,12 @@ def _study(options: _Extent) -> Any:
     from fullrank.studies.body_grid import BODIES
     from fullrank.studies.cause_grid import CAUSE
     from fullrank.studies.domain_grid import DOMAINS
-    from fullrank.studies.head_grid import HEAD
     from fullrank.studies.optimiser_grid import OPTIMISER
     from fullrank.studies.spam_grid import SPAM
     from fullrank.studies.width_grid import WIDTH
 
     return {
-        Width: WIDTH, Heads: HEAD, Optimiser: OPTIMISER, Bodies: BODIES, Cause: CAUSE, Domains: DOMAINS,
+        Width: WIDTH, Optimiser: OPTIMISER, Bodies: BODIES, Cause: CAUSE, Domains: DOMAINS,
         Spam: SPAM,
     }[type(options)]  # fmt: skip
 

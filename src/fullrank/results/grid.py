@@ -72,6 +72,10 @@ class GridRun:
     per_byte: float | None = None
     """Test loss of the best weights in nats per byte of text, which compares vocabularies; None where the
     bytes are not known."""
+    text: str = ""
+    """The name of what it read, in a study over several texts."""
+    data: str = ""
+    """The digest of its tokens; empty where a record is older than this field."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

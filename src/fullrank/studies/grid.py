@@ -90,6 +90,7 @@ def run(
                 break
             progress(f"{len(done)} of {len(plan)} runs, {busy} at work", len(done) / max(1, len(plan)))
             for one in trainer.finished():
+                _check_text(one, record)
                 marked = dataclasses.replace(one, after_looking=study.digest != record.declared)
                 left = tuple(name for name in record.missing if name != one.name)
                 # What is answered with runs missing is answered anew at the end.
@@ -129,6 +130,21 @@ def _check(plan: Sequence[Spec]) -> None:
         raise FullrankError(f"the plan has {', '.join(sorted(twice))} twice: each run needs its own name")
 
 
+def _check_text(run: GridRun, record: Grid) -> None:
+    """Runs that are compared have read the same; runs that are older than this check do not say what."""
+    for other in record.runs:
+        if other.text == run.text and other.data and _cut(other) == _cut(run) and other.data != run.data:
+            raise FullrankError(
+                f"{run.name} was trained on another text than {other.name}, which the record has: go on with "
+                "the text or tokens that it was begun with, or choose another --out"
+            )
+
+
+def _cut(run: GridRun) -> tuple[str, ...]:
+    """How its text is made tokens."""
+    return tuple(one for one in run.settings if one.startswith("data."))
+
+
 def _made(place: Place) -> Provenance:
     return provenance(seed=None, device=place.device)
 
@@ -157,14 +173,24 @@ def train(spec: Spec, place: Place) -> GridRun | None:
         if fit(config, options).reason == "stopped":
             return None
     except FullrankError as error:
-        if not (out / "log.jsonl").exists() or read_log(out).reason != "nan":
+        if not _diverged(out):
             raise
         failure = str(error)
     return record_of(spec, out, place, failure)
 
 
+def _diverged(out: Path) -> bool:
+    """Whether a run ended because its steps were no numbers; anything else that ends one is an error."""
+    try:
+        return read_log(out).reason == "nan"
+    except (FullrankError, OSError):
+        return False
+
+
 def record_of(spec: Spec, out: Path, place: Place, failure: str = "") -> GridRun:
     """What the log of a run has."""
+    from fullrank.train.folder import digest_of
+
     log = read_log(out)
     curve = tuple(
         GridPoint(
@@ -177,6 +203,7 @@ def record_of(spec: Spec, out: Path, place: Place, failure: str = "") -> GridRun
     bits = [one.bits_per_byte for one in log.evaluations if one.split == "test"]
     return GridRun(
         name=spec.name, factors=spec.factors, seed=spec.seed, settings=spec.settings, recipe=spec.recipe,
+        text="" if spec.text is None else spec.text.name,
         parameters=log.parameters, tokens=tokens, flops=tokens * log.flops_per_token,
         seconds=log.seconds_training, curve=curve,
         valid=None if failure or log.valid is None else log.valid.value,
@@ -184,6 +211,7 @@ def record_of(spec: Spec, out: Path, place: Place, failure: str = "") -> GridRun
         last=curve[-1].loss if curve and not failure else None,
         failure=failure, after_looking=False, made=_made(place),
         per_byte=bits[-1] * math.log(2) if bits and math.isfinite(bits[-1]) and not failure else None,
+        data=digest_of(out),
     )  # fmt: skip
 
 

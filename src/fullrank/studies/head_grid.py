@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from fullrank.errors import FullrankError
 from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
 from fullrank.studies.grid_plan import Done, Extent, Spec, compared, steps_of, transformer, tuned
@@ -51,31 +52,48 @@ FEW = 0.005
 SWAPPED, SMALL_SWAPPED = ("softmax", "mos4", "trunk10"), ("softmax", "mos2")
 
 
-def plan(done: Done, extent: Extent) -> list[Spec]:
+def study(widths: Sequence[int] = (), heads: Sequence[str] = ()) -> Study:
+    """Of some widths and heads, or of all."""
+    unknown = [label for label in heads if label not in HEADS]
+    if unknown or (heads and "softmax" not in heads) or any(width < 1 for width in widths):
+        raise FullrankError(
+            f"--heads {' '.join(heads)} --widths {' '.join(map(str, widths))}: expected softmax and any of "
+            f"{', '.join(label for label in HEADS if label != 'softmax')}, and widths of 1 or more"
+        )
+
+    def plan(done: Done, extent: Extent) -> list[Spec]:
+        specs: list[Spec] = []
+        for width in widths or (SMALL_WIDTHS if extent.small else WIDTHS):
+            specs += _of_width(width, heads or (SMALL_HEADS if extent.small else tuple(HEADS)), done, extent)
+        return specs
+
+    return Study(name="heads", statement=STATEMENT, plan=plan, answers=answers)
+
+
+def _of_width(width: int, heads: Sequence[str], done: Done, extent: Extent) -> list[Spec]:
     specs: list[Spec] = []
-    for width in SMALL_WIDTHS if extent.small else WIDTHS:
-        rates: dict[str, tuple[str, ...]] = {}
-        for label in SMALL_HEADS if extent.small else HEADS:
-            own = _of(width, label, extent)
-            best, trials = tuned(done, own, RATES)
-            specs += trials
-            if best is None:
+    rates: dict[str, tuple[str, ...]] = {}
+    for label in (label for label in HEADS if label in heads):
+        own = _of(width, label, extent)
+        best, trials = tuned(done, own, RATES)
+        specs += trials
+        if best is None:
+            continue
+        rates[label] = best
+        for seed in range(extent.seeds):
+            specs.append(_whole(own, best, "tokens", seed))
+            reference = done.get(f"width{width}-softmax-tokens-seed{seed}")
+            if label == "softmax":
                 continue
-            rates[label] = best
-            for seed in range(extent.seeds):
-                specs.append(_whole(own, best, "tokens", seed))
-                reference = done.get(f"width{width}-softmax-tokens-seed{seed}")
-                if label == "softmax":
-                    continue
-                if reference is not None and not reference.failure:
-                    # As much as softmax of that seed took.
-                    budget = f"budget=flops={reference.flops:.6g}"
-                    specs.append(_whole(own, (*best, "steps=0", budget), "flops", seed))
-                    if (wider := _as_large(done.get(f"{own.name}-tokens-seed{seed}"), reference)) is not None:
-                        plain = dataclasses.replace(_of(width, "softmax", extent), factors=own.factors)
-                        plain = dataclasses.replace(plain, name=f"{plain.name}_as_{label}")
-                        specs.append(_whole(plain, (*rates["softmax"], wider), "parameters", seed))
-        specs += _swaps(width, rates, done, extent)
+            if reference is not None and not reference.failure:
+                # As much as softmax of that seed took.
+                budget = f"budget=flops={reference.flops:.6g}"
+                specs.append(_whole(own, (*best, "steps=0", budget), "flops", seed))
+                if (wider := _as_large(done.get(f"{own.name}-tokens-seed{seed}"), reference)) is not None:
+                    plain = dataclasses.replace(_of(width, "softmax", extent), factors=own.factors)
+                    plain = dataclasses.replace(plain, name=f"{plain.name}_as_{label}")
+                    specs.append(_whole(plain, (*rates["softmax"], wider), "parameters", seed))
+    specs += _swaps(width, rates, done, extent)
     return specs
 
 
@@ -125,6 +143,8 @@ def _swaps(width: int, rates: Mapping[str, tuple[str, ...]], done: Done, extent:
             continue
         at = min(late, key=lambda point: point.loss).step
         for label in SMALL_SWAPPED if extent.small else SWAPPED:
+            if label not in rates:
+                continue
             own = _of(width, label, extent)
             # The rate that softmax wanted, constant, for all alike.
             specs.append(
@@ -166,4 +186,4 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
     return tuple(found)
 
 
-HEAD = Study(name="heads", statement=STATEMENT, plan=plan, answers=answers)
+HEAD = study()
