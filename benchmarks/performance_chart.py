@@ -72,9 +72,9 @@ def panel(
 ) -> dict[str, Any]:
     cases = list(dict.fromkeys(value["case"] for value in values))
     families = [name for name in FAMILIES if any(value["family"] == name for value in values)]
-    others = [colour for colour in MODEL_COLOURS if colour != HIGH_RANK_COLOUR]
-    colours = dict(zip(list(FAMILIES)[1:], others, strict=False))
-    colours["fullrank"] = HIGH_RANK_COLOUR
+    others = [*(colour for colour in MODEL_COLOURS if colour != HIGH_RANK_COLOUR), REFERENCE]
+    peers = [name for name in families if name != "fullrank"]
+    colours = {"fullrank": HIGH_RANK_COLOUR, **dict(zip(peers, others, strict=False))}
     drawn = [value for value in values if value[field] is not None]
     reach = [value[field] for value in drawn] + ([] if reference is None else [reference])
     low, high = min(reach) * 0.9, max(reach) * 1.15
