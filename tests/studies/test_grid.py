@@ -128,6 +128,41 @@ def test_a_branch_waits_for_the_machine_that_has_its_parent(
         grid.run(STUDY, place, Extent(seeds=2, scale=0.5))
 
 
+def test_runs_on_another_text_do_not_join_a_record(place: Place, tmp_path: Path) -> None:
+    record = grid.run(STUDY, place, Extent(seeds=1))
+    assert len({run.data for run in record.runs}) == 1
+    assert record.runs[0].data
+    save(record, place.out / "results.json", provenance(seed=None, device="cpu"))
+    text = tmp_path / "another.txt"
+    text.write_text("\n".join(f"no {word} is a {word}" for word in range(400)))
+    with pytest.raises(FullrankError, match=r"seed1 was trained on another text than seed0.*--out"):
+        grid.run(STUDY, dataclasses.replace(place, data=(text,)), Extent(seeds=2))
+    found, _ = load(place.out / "results.json")
+    assert found == record
+
+
+def test_an_error_of_a_run_that_has_not_begun_is_the_one_that_is_told(place: Place) -> None:
+    spec = plan({}, Extent(seeds=1))[0]
+    log = place.out / "runs" / spec.name / "log.jsonl"
+    log.parent.mkdir(parents=True)
+    log.write_text("")
+    with pytest.raises(FullrankError, match="is no run and not empty"):
+        grid.train(spec, place)
+
+
+def test_a_run_whose_first_steps_are_no_numbers_is_a_failure_and_ends_no_study(place: Place) -> None:
+    first = plan({}, Extent(seeds=1))[0]
+    wild = dataclasses.replace(
+        first, name="wild", settings=(*first.settings, "optimiser.lr=1e9", "optimiser.warmup=0", "skip=0")
+    )
+    study = dataclasses.replace(STUDY, plan=lambda done, extent: [wild, first])
+    runs = {run.name: run for run in grid.run(study, place, Extent(seeds=1)).runs}
+    assert "not finite" in runs["wild"].failure
+    assert runs["wild"].valid is None
+    assert runs["wild"].curve == ()
+    assert runs["seed0"].valid is not None
+
+
 def test_two_runs_of_one_name_are_refused(place: Place) -> None:
     twice = dataclasses.replace(STUDY, plan=lambda done, extent: [*plan(done, extent)] * 2)
     with pytest.raises(FullrankError, match="twice"):
@@ -230,6 +265,33 @@ def test_a_head_is_held_against_a_softmax_of_as_many_parameters() -> None:
     }
     assert effects["mos2 at width 16, equal tokens and parameters"] == -0.3
     assert effects["mos2 at width 16, equal tokens"] == -0.5
+
+
+def test_a_swap_goes_on_for_half_a_run() -> None:
+    """In its first form it branched from the last evaluation but one, four steps before the end."""
+    from fullrank.studies.grid_plan import steps_of
+
+    extent, done = Extent(seeds=1), dict[str, GridRun]()
+    study = head_grid.study(widths=[64], heads=["softmax", "mos4"])
+    swaps: list[Spec] = []
+    for _ in range(12):
+        for spec in study.plan(done, extent):
+            steps = range(187, 1500, 187)
+            run = made_by_hand(spec.name, 4.0, losses=(1.0,) * 8, **spec.factors)
+            curve = [dataclasses.replace(run.curve[0], step=step, loss=5 - step / 1500) for step in steps]
+            done[spec.name] = dataclasses.replace(run, curve=(*curve, run.curve[-1]), recipe=spec.recipe)
+            swaps += [spec] if spec.branch and spec not in swaps else []
+    assert {spec.name for spec in swaps} == {"width64-swap-softmax-seed0", "width64-swap-mos4-seed0"}
+    for spec in swaps:
+        at = int(spec.branch.partition("@")[2])
+        assert at == 1496
+        assert steps_of(tuple(reversed(spec.settings))) == at + 750
+
+
+def test_heads_that_do_not_exist_or_lack_softmax_are_refused() -> None:
+    for given in ({"heads": ["mos4"]}, {"heads": ["softmax", "mos5"]}, {"widths": [0]}):
+        with pytest.raises(FullrankError, match=r"expected softmax and any of.*plif"):
+            head_grid.study(**given)
 
 
 @pytest.mark.parametrize("study", [width_grid.WIDTH, head_grid.HEAD, optimiser_grid.OPTIMISER])

@@ -79,7 +79,8 @@ def read_log(run: Path) -> Training:
                 f"line {number} of {run / LOG} is no {str(line['event'])[:40]!r} line as this version writes "
                 f"them ({error!r}): draw the run with the version that trained it"
             ) from error
-    if not points and not evaluations:
+    # One that ended before it had either, as where its first steps are no numbers, is a record all the same.
+    if not points and not evaluations and not reason:
         raise FullrankError(f"{run / LOG} holds no training step and no evaluation yet: let the run go on")
     seconds = _seconds([line for _, line in lines])
     start: Mapping[str, Any] = starts[-1] if starts else {}
@@ -106,7 +107,7 @@ def read_log(run: Path) -> Training:
         test=final.get("test", _last(kept, "test")),
         reason=reason,
         planned=int(start.get("steps", 0)),
-        steps=max([one.step for one in points] + [one.step for one in kept]),
+        steps=max([one.step for one in points] + [one.step for one in kept], default=0),
         starts=max(1, len(starts)),
         seconds=seconds,
         seconds_training=max(0.0, seconds - sum(spent.values())),

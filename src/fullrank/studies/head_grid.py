@@ -4,9 +4,9 @@ scratch   every head at two widths, rates tuned alike, trained for the same floa
           head by its own formula) and, in a second arm, for the same tokens. Where a head has more
           parameters, a third arm holds it against softmax over a body whose inner layers are wider by as
           many, for the same tokens
-swap      a softmax run is followed past its middle; at its best evaluation so far a mixture takes its
-          place (which starts as that softmax), against a run that goes on with softmax. Both start their
-          optimisers anew
+swap      where the second half of a softmax run is best a mixture takes its place (which starts as that
+          softmax) for half a run more, against a run that goes on with softmax. Both start their optimisers
+          anew, at the rate that so long a run would have there
 """
 
 from __future__ import annotations
@@ -111,11 +111,15 @@ def _whole(own: Spec, more: tuple[str, ...], budget: str, seed: int) -> Spec:
     settings = (*own.settings, *more)
     if own.head == "softmax":
         # What swaps begin with.
-        settings = (*settings, f"snapshot_every={max(1, steps_of(own.settings) // 8)}")
+        settings = (*settings, f"snapshot_every={_between_snapshots(own)}")
     return Spec(
         name=f"{own.name}-{budget}-seed{seed}", recipe=own.recipe, head=own.head, settings=settings,
         factors={**own.factors, "equal": budget}, seed=seed,
     )  # fmt: skip
+
+
+def _between_snapshots(own: Spec) -> int:
+    return max(1, steps_of(own.settings) // 8)
 
 
 def _as_large(run: GridRun | None, plain: GridRun) -> str | None:
@@ -132,13 +136,15 @@ def _as_large(run: GridRun | None, plain: GridRun) -> str | None:
 
 
 def _swaps(width: int, rates: Mapping[str, tuple[str, ...]], done: Done, extent: Extent) -> list[Spec]:
-    """From the best evaluation of softmax in the second half of its run, but never its last."""
+    """From the best evaluation of softmax in the second half of its run that has a snapshot."""
     specs = []
     for seed in range(extent.seeds):
         parent = done.get(f"width{width}-softmax-tokens-seed{seed}")
         if parent is None or parent.failure or "softmax" not in rates:
             continue
-        late = [point for point in parent.curve[:-1] if 2 * point.step >= parent.curve[-1].step]
+        own = _of(width, "softmax", extent)
+        whole, every = steps_of(own.settings), _between_snapshots(own)
+        late = [point for point in parent.curve if 2 * point.step >= whole and point.step % every == 0]
         if not late:
             continue
         at = min(late, key=lambda point: point.loss).step
@@ -146,11 +152,11 @@ def _swaps(width: int, rates: Mapping[str, tuple[str, ...]], done: Done, extent:
             if label not in rates:
                 continue
             own = _of(width, label, extent)
-            # The rate that softmax wanted, constant, for all alike.
+            # The rate that softmax wanted, for all alike, on a schedule that ends half a run later.
             specs.append(
                 Spec(
                     name=f"width{width}-swap-{label}-seed{seed}", recipe=own.recipe, head=own.head,
-                    settings=(*own.settings, *rates["softmax"], "optimiser.schedule=constant"),
+                    settings=(*own.settings, *rates["softmax"], f"steps={at + whole // 2}"),
                     factors={**own.factors, "equal": "swap"}, seed=seed, branch=f"{parent.name}@{at}",
                 )
             )  # fmt: skip
