@@ -1,7 +1,10 @@
-"""Draw docs/study_NAME.svg from the record of a study: what docs/findings.md speaks of.
+"""Draw docs/study_NAME.svg from results/study_NAME.json, a record: what docs/findings.md speaks of.
 
 python -m benchmarks.study_chart results/study_heads.json --without "equal compute" doc4
     --strip " at width 64"
+python -m benchmarks.study_chart results/study_heads_128.json --without "equal compute"
+    --strip " at width 128"
+python -m benchmarks.study_chart results/study_cause.json --strip "loss: "
 python -m benchmarks.study_chart results/study_width.json --curves head_effective_rank_share
     --without constant
 python -m benchmarks.study_chart results/study_optimiser.json --without rise "end at"
@@ -64,7 +67,7 @@ def main(config: Config) -> None:
         picture = curves(record, config.curves, lambda run: wanted(run.name))
         name = f"Study {record.name}: {SHOWN[config.curves]}"
     chart = draw(picture.specification, name=name, description=str(config.record), legend=picture.legend)
-    write_whole(config.out / f"study_{record.name}.svg", stand_alone(chart).svg + "\n")
+    write_whole(config.out / f"{config.record.stem}.svg", stand_alone(chart).svg + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def test_the_plan_has_a_control_of_weight_zero(small: bool) -> None:
     assert controls
     assert all("penalty.spectrum_weight=0" in spec.settings for spec in controls)
     assert {spec.factors["penalty"] for spec in made.values()} == {
-        "none", "flat", "decay", "white", "together",
+        "none", "flat", "decay", "steep", "white", "together",
     }  # fmt: skip
 
 

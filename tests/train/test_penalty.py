@@ -32,6 +32,7 @@ def test_by_hand_and_blind_to_scale() -> None:
     for scale in (1.0, 30.0):
         assert float(spectrum(scale * flat, "flat")) == pytest.approx(0.0, abs=1e-12)
         assert float(spectrum(scale * decay, "decay")) == pytest.approx(0.0, abs=1e-12)
+        assert float(spectrum(scale * matrix([36.0, 9.0, 4.0]), "steep")) == pytest.approx(0.0, abs=1e-12)
     # Eigenvalues 18/11, 9/11 and 6/11 of mean one.
     values = torch.tensor([18.0, 9.0, 6.0]) / 11
     assert float(spectrum(decay, "flat")) == pytest.approx(float((values - 1).square().mean()))
@@ -45,11 +46,11 @@ def test_by_hand_and_blind_to_scale() -> None:
     assert float(spread(square, "white")) == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("aim", ["flat", "decay", "white", "together"])
+@pytest.mark.parametrize("aim", ["flat", "decay", "steep", "white", "together"])
 def test_gradients(aim: str) -> None:
     torch.manual_seed(1)
     values = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
-    of = spectrum if aim in ("flat", "decay") else spread
+    of = spectrum if aim in ("flat", "decay", "steep") else spread
     assert torch.autograd.gradcheck(lambda given: of(given, aim), values)
     # Some steps down the gradient come nearer to the aim.
     optimiser = torch.optim.Adam([values], lr=0.05)

@@ -2,8 +2,8 @@
 
 Late in the training of narrow models the spectrum of W changes, states come to lie together and some
 dimensions grow large, all at once. Here one of them is held by a penalty (`train.penalty`) while the others
-are left alone: the spectrum of W flat or in decay, the states white or together. What moves in the others it
-has caused; what the loss pays is its price.
+are left alone: the spectrum of W flat, in decay or in steep decay, the states white or together. What moves
+in the others it has caused; what the loss pays is its price.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ ARMS = {
     "none": ("spectrum", "flat"),
     "flat": ("spectrum", "flat"),
     "decay": ("spectrum", "decay"),
+    "steep": ("spectrum", "steep"),
     "white": ("states", "white"),
     "together": ("states", "together"),
 }
@@ -92,7 +93,7 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
     whole = [run for run in runs if "trial" not in run.factors and run.valid is not None and run.curve]
     losses: Ends = {(*_arm(run), run.seed): run.valid for run in whole if run.valid is not None}
     found: list[GridAnswer] = []
-    for arm in dict.fromkeys(map(_arm, whole)):
+    for arm in sorted(set(map(_arm, whole)), key=_place):
         width, penalty, weight = arm
         if penalty == "none":
             continue
@@ -118,6 +119,11 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
 
 def _arm(run: GridRun) -> tuple[str, str, str]:
     return run.factors["width"], run.factors["penalty"], run.factors["weight"]
+
+
+def _place(arm: tuple[str, str, str]) -> tuple[int, int, float]:
+    width, penalty, weight = arm
+    return int(width), list(ARMS).index(penalty), float(weight)
 
 
 def _end(run: GridRun, name: str) -> float:

@@ -176,7 +176,10 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
         "swap": "swapped in, against softmax going on",
     }
     found = []
-    for width, head, equal in dict.fromkeys(key[:3] for key in ends if key[1] != "softmax"):
+    arms = {key[:3] for key in ends if key[1] != "softmax"}
+    ways, labels = list(words), list(HEADS)
+    order = sorted(arms, key=lambda arm: (int(arm[0]), ways.index(arm[2]), labels.index(arm[1])))
+    for width, head, equal in order:
         # Of equal parameters the run that stands under the head's name is softmax's.
         own = "tokens" if equal == "parameters" else equal
         base = {"parameters": (head, equal), "swap": ("softmax", equal)}.get(equal, ("softmax", "tokens"))

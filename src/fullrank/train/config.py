@@ -96,7 +96,7 @@ class HeadConfig:
 class PenaltyConfig:
     """What holds the head's matrix or the states in a shape, for experiments (`penalty.py`)."""
 
-    spectrum: Literal["none", "flat", "decay"] = "none"
+    spectrum: Literal["none", "flat", "decay", "steep"] = "none"
     """Shape that the spectrum of the head's matrix is held in."""
     spectrum_weight: float = 0.0
     states: Literal["none", "white", "together"] = "none"

@@ -2,7 +2,9 @@
 
     spectrum of W [V, D], λ the D eigenvalues of WᵀW, falling, scaled to a mean of one
         flat       Σ (λ_i - 1)² / D             all directions alike
-        decay      Σ (λ_i - t_i)² / Σ t_i²      t_i ~ 1 / i, scaled alike: singular values fall as 1 / √i
+        decay      Σ (λ_i - t_i)² / Σ t_i²      t_i ~ 1 / i, scaled alike: singular values fall as 1 / √i,
+                                                which is about where trained heads stand
+        steep      likewise                     t_i ~ 1 / i²: singular values fall as 1 / i
     states h [n, H], m = |mean h|² / mean |h|², μ the eigenvalues of their centred covariance, scaled alike
         white      Σ (μ_i - 1)² / H + m         centred, all directions alike
         together   1 - m                        one direction for all, as where anisotropy is 1
@@ -59,12 +61,13 @@ class Penalties:
 
 
 def spectrum(weight: Tensor, aim: str) -> Tensor:
-    """How far the spectrum of W [V, D] is from flat or from decay."""
+    """How far the spectrum of W [V, D] is from flat, or from its decay."""
     wide = _widened(weight)
     gram = _scaled(wide.T @ wide)
     if aim == "flat":
         return _unevenness(gram)
-    wanted = 1.0 / torch.arange(1, len(gram) + 1, device=gram.device, dtype=gram.dtype)
+    place = torch.arange(1, len(gram) + 1, device=gram.device, dtype=gram.dtype)
+    wanted = place ** (-2.0 if aim == "steep" else -1.0)
     wanted = wanted * (len(gram) / wanted.sum())
     # Their gradient is that of the eigenvectors' squares: equal eigenvalues do no harm.
     values = torch.linalg.eigvalsh(gram).flip(0)
