@@ -102,8 +102,8 @@ def test_settings_are_kept_and_checked() -> None:
     old: dict[str, Any] = to_json(recipe("transformer-tiny"))
     del old["penalty"]
     assert from_json(old) == recipe("transformer-tiny")
-    with pytest.raises(FullrankError, match="one of none, flat, decay"):
-        override(config, ["penalty.spectrum=steep"])
+    with pytest.raises(FullrankError, match="one of none, flat, decay, steep"):
+        override(config, ["penalty.spectrum=steeper"])
     with pytest.raises(FullrankError, match="at least 0"):
         override(config, ["penalty.spectrum_weight=-1"])
 
