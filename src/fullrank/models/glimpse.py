@@ -81,7 +81,7 @@ def glimpses(model: nn.Module, queries: Tensor) -> Iterator[list[Glimpse]]:
     try:
         for config in configs:
             config._attn_implementation = NAME
-        with _as_written(model):
+        with as_written(model):
             yield found
     finally:
         # The outer configs first: setting one sets those inside it too.
@@ -89,8 +89,8 @@ def glimpses(model: nn.Module, queries: Tensor) -> Iterator[list[Glimpse]]:
             config._attn_implementation = implementation
 
 
-def _as_written(model: nn.Module) -> Any:
-    """Runs what is compiled as Python: another function in it would be compiled anew."""
+def as_written(model: nn.Module) -> Any:
+    """Runs what is compiled as Python: another function in it, or another shape, would be compiled anew."""
     if all(part._compiled_call_impl is None for part in model.modules()):
         # To ask for it is to import the compiler, which takes seconds.
         return nullcontext()

@@ -32,6 +32,7 @@ from fullrank.fit.budget import PACED, WARMING, Budget
 from fullrank.models import FullrankForCausalLM
 from fullrank.models.attention import no_attention
 from fullrank.models.flops import peak_flops, training_flops
+from fullrank.models.glimpse import as_written
 from fullrank.text import elsewhere
 from fullrank.text import store as data
 from fullrank.train import batches, checkpoint, evaluate, folder, monitor, weights
@@ -46,6 +47,9 @@ from fullrank.train.processes import Stop, accelerator, joined, one_voice, requi
 from fullrank.train.state import State
 from fullrank.train.tally import Tally
 from fullrank.train.writer import Writer
+
+AT_ONCE, SCORES = 1 << 16, 1 << 25
+"""Tokens, and attention scores of a head, of an evaluation on a GPU that windows are put together for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,10 +438,15 @@ class Session:
         config, device = self.config, self.machine.device
         # In the precision of training; the last evaluations are in fp32.
         half = self.learner.half and not self.state.ended
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+        rows = config.evaluate_batch
+        if device.type == "cuda" and not model.carries_state:
+            # Windows do not see each other, and a GPU is not filled by a few.
+            rows = max(rows, min(AT_ONCE // config.length, SCORES // config.length**2))
+        # To compile a body for a few passes without gradients takes longer than they do.
+        with as_written(model), torch.autocast(device.type, torch.bfloat16, enabled=half):
             return evaluate.evaluate(
                 model, self.corpus.splits[split], eos=self.corpus.vocabulary.eos,
-                batch=config.evaluate_batch, length=config.length, limit=limit,
+                batch=rows, length=config.length, limit=limit,
                 pieces=config.evaluate_batch, device=device,
                 rank=0 if alone else self.machine.process_index,
                 processes=1 if alone else self.machine.num_processes,
