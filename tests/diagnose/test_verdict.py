@@ -119,6 +119,19 @@ def test_what_too_little_text_costs_is_no_heads_loss() -> None:
     assert "any refit" not in checked(record(around(0.05), control="original")).lines[1]
 
 
+def test_a_head_that_no_step_has_helped_has_no_interval() -> None:
+    """Its figures are rounding: an interval of no width would read as certainty."""
+    made = record(around(0.0), power=None)
+    assert made.better_head is not None
+    fits = tuple(dataclasses.replace(fit, steps=0) for fit in made.better_head.fits)
+    nothing = Estimate(value=1e-9, low=-4e-9, high=3e-9)
+    found = checked(record(nothing, power=None, fits=fits))
+    assert "no step of training on 571,000 tokens made it better" in found.lines[1]
+    assert "95%" not in found.lines[1].partition(";")[0]
+    for other in (record(around(0.0), power=None, fits=fits), record(nothing, power=None)):
+        assert "comes to" in checked(other).lines[1] or "gains" in checked(other).lines[1]
+
+
 def test_no_upper_end_where_learning_the_matrix_costs_more_than_the_gain() -> None:
     # 500 rows of width 64 cost 32,000 / 2N nats: 0.0551 with 290,000 tokens, 0.0549 with 292,000.
     for tokens, closed in ((290_000, False), (292_000, True)):

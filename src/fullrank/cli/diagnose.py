@@ -299,6 +299,8 @@ def _better_head(record: Diagnosis) -> str:
     if not found.best:
         return "no high-rank head was tried"
     words = f"{found.best}: {_range(found.best_gain, '+z.4f')} nats per token over {found.control}"
+    if found.stayed:
+        words = f"{found.best}: no gain over {found.control}, no step of its training helped"
     if found.split is not None:
         gain = found.split.gain
         words = (

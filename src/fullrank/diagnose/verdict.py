@@ -148,6 +148,11 @@ def _second(found: BetterHead, gain: Estimate, smallest: float) -> str:
     kind = f"{found.best} with {fit.components} components" if fit.components > 1 else found.best
     sure = f"{kind} gains" if measured.low > 0 else f"The best head tried, {kind}, comes to"
     words = f"{sure} {_nats(measured)} nats per token over {_control(found.control)}"
+    if found.stayed:
+        words = (
+            f"The best head tried, {kind}, is still {_control(found.control)}: no step of training on "
+            f"{found.fit_tokens:,} tokens made it better on others"
+        )
     refit = found.refit_gain
     if found.control == ORIGINAL and refit is not None and refit.high < 0:
         words += f", of which {refit.value:+.4f} is what any refit to {found.fit_tokens:,} tokens loses"

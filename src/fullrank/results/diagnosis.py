@@ -339,6 +339,12 @@ class BetterHead:
     power: Power | None = None
     """None where it was not asked for."""
 
+    @property
+    def stayed(self) -> bool:
+        """Whether the best head is as it began, the model's own softmax: then its interval says nothing."""
+        steps = [fit.steps for fit in self.fits if fit.head == self.best]
+        return steps == [0] and max(abs(self.best_gain.low), abs(self.best_gain.high)) < 1e-6
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnreachableToken:

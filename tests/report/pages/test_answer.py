@@ -72,6 +72,17 @@ def test_a_rank_that_is_a_bound_is_shown_as_one(diagnosis: Diagnosis) -> None:
         assert not any("interval" in remark for remark in tile.remarks)
 
 
+def test_a_head_that_no_step_has_helped_has_no_interval(diagnosis: Diagnosis) -> None:
+    found = with_gain(diagnosis, 1e-9, -4e-9, 3e-9)
+    assert found.better_head is not None
+    fits = tuple(dataclasses.replace(fit, steps=0) for fit in found.better_head.fits)
+    stayed = dataclasses.replace(found.better_head, fits=fits)
+    said = answered(dataclasses.replace(found, better_head=stayed))
+    assert said.tiles[0].value == "0"
+    assert said.tiles[0].remarks == ("no step of training helped the best head tried, moss",)
+    assert any("no step of training helped the best, moss" in sentence for sentence in said.sentences)
+
+
 def test_an_interval_with_zero_is_no_gain(diagnosis: Diagnosis) -> None:
     said = answered(with_gain(diagnosis, 0.003, -0.001, 0.007))
     assert said.sentences[1].startswith("No gain from a better head can be told from zero")

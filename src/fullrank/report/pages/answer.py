@@ -100,6 +100,8 @@ def _gain_sentence(record: Diagnosis) -> str:
     best = head_name(section.best)
     if not math.isfinite(gain.value):
         return "What a better head would buy was measured, but came out as no number."
+    if section.stayed:
+        return f"No gain from a better head was found: no step of training helped the best, {best}."
     over = "over the better of two softmax controls"
     if not _has_interval(gain):
         return (
@@ -189,6 +191,9 @@ def _gain_tile(record: Diagnosis) -> Tile:
     if section is None or not math.isfinite(section.best_gain.value):
         why = "not measured" if section is None else "no number came out"
         return Tile(question=_GAIN, value=NONE, unit="", remarks=(why,))
+    if section.stayed:
+        why = f"no step of training helped the best head tried, {head_name(section.best)}"
+        return Tile(question=_GAIN, value="0", unit="nats per token", remarks=(why,))
     found = section.best_gain
     gain = found if record.verdict is None or record.verdict.gain is None else record.verdict.gain
     share = percent(perplexity_share(gain.value))
