@@ -42,6 +42,19 @@ def test_each_unit_has_its_axis_and_the_statements_comes_first() -> None:
     assert titles == ["What the rule decides", "Effects in share of the width"]
 
 
+def test_many_sentences_are_a_table_and_a_few_are_read() -> None:
+    told = dataclasses.replace(answer("a", NATS), sentence="a: -0.2 nats: falls; learnt by 3 of 3")
+    few, many = grid(told), grid(told, *(answer(str(number), NATS) for number in range(20)))
+    for record in (few, many):
+        (decided,) = [one for one in grid_page(record).sections if one.identity == "decided"]
+        assert decided.table is not None
+        # What only the sentence says is not lost with it.
+        assert decided.table.rows[0][-1] == "falls; learnt by 3 of 3"
+        assert len(decided.table.rows) == len(record.answers)
+        assert len(decided.items) == (1 if record is few else 0)
+    assert decided.text == ("21 comparisons: 21 falls. The pictures and the table have all of them.",)
+
+
 def test_a_study_without_answers_has_a_page() -> None:
     assert all(section.chart is None for section in grid_page(grid()).sections)
 

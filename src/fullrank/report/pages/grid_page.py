@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from fullrank.report.charts.axis import Axis
@@ -16,6 +17,8 @@ from fullrank.report.text import shown
 from fullrank.results.grid import Grid, GridAnswer, GridPoint, GridRun
 
 STYLES = ("line", "dashed", "dotted")
+MOST_SENTENCES = 12
+"""More are not read: then pictures and table say it."""
 SHOWN = {
     "": "validation loss, nats per token",
     "head_effective_rank_share": "effective rank of W over its width",
@@ -110,10 +113,11 @@ def _decided(record: Grid) -> Iterator[Section]:
         for picture in effects(record)
     }  # fmt: skip
     first = next(iter(pictures), "")
+    many = len(record.answers) > MOST_SENTENCES
     yield Section(
         title="What the rule decides",
         identity="decided",
-        text=() if record.answers else ("Nothing yet: runs are missing.",),
+        text=((_counted(record),) if many else ()) if record.answers else ("Nothing yet: runs are missing.",),
         chart=pictures.pop(first, None),
         table=Table(
             caption="Effects, each in its unit.",
@@ -126,16 +130,28 @@ def _decided(record: Grid) -> Iterator[Section]:
                 Column(name="decision"),
             ),
             rows=tuple(
-                (shown(one.label, 120), one.effect, shown(one.unit), one.seeds, one.seen, shown(one.decision))
+                (shown(one.label, 120), one.effect, shown(one.unit), one.seeds, one.seen, _decision(one))
                 for one in record.answers
             ),
         )
         if record.answers
         else None,
-        items=tuple(shown(one.sentence, 600) for one in record.answers),
+        items=() if many else tuple(shown(one.sentence, 600) for one in record.answers),
     )
     for unit, chart in pictures.items():
         yield Section(title=f"Effects in {unit}", chart=chart)
+
+
+def _counted(record: Grid) -> str:
+    counts = Counter(one.decision for one in record.answers)
+    words = ", ".join(f"{count} {shown(decision)}" for decision, count in counts.most_common())
+    return f"{len(record.answers)} comparisons: {words}. The pictures and the table have all of them."
+
+
+def _decision(answer: GridAnswer) -> str:
+    """With what its sentence says beyond it."""
+    more = answer.sentence.partition(f": {answer.decision};")[2]
+    return shown(f"{answer.decision};{more}" if more else answer.decision, 300)
 
 
 def curves(record: Grid, monitor: str = "", wanted: Callable[[GridRun], bool] = lambda run: True) -> Curves:
