@@ -3,7 +3,7 @@
     spectrum of W [V, D], λ the D eigenvalues of WᵀW, falling, scaled to a mean of one
         flat       Σ (λ_i - 1)² / D             all directions alike
         decay      Σ (λ_i - t_i)² / Σ t_i²      t_i ~ 1 / i, scaled alike: singular values fall as 1 / √i,
-                                                which is about where trained heads stand
+                                                no steeper than those of trained heads
         steep      likewise                     t_i ~ 1 / i²: singular values fall as 1 / i
     states h [n, H], m = |mean h|² / mean |h|², μ the eigenvalues of their centred covariance, scaled alike
         white      Σ (μ_i - 1)² / H + m         centred, all directions alike

@@ -117,7 +117,7 @@ def _decided(record: Grid) -> Iterator[Section]:
     yield Section(
         title="What the rule decides",
         identity="decided",
-        text=((_counted(record),) if many else ()) if record.answers else ("Nothing yet: runs are missing.",),
+        text=(_counted(record),) if many or not record.answers else (),
         chart=pictures.pop(first, None),
         table=Table(
             caption="Effects, each in its unit.",
@@ -143,6 +143,8 @@ def _decided(record: Grid) -> Iterator[Section]:
 
 
 def _counted(record: Grid) -> str:
+    if not record.answers:
+        return "Nothing yet: runs are missing."
     counts = Counter(one.decision for one in record.answers)
     words = ", ".join(f"{count} {shown(decision)}" for decision, count in counts.most_common())
     return f"{len(record.answers)} comparisons: {words}. The pictures and the table have all of them."
