@@ -135,8 +135,10 @@ def test_runs_on_another_text_do_not_join_a_record(place: Place, tmp_path: Path)
     save(record, place.out / "results.json", provenance(seed=None, device="cpu"))
     text = tmp_path / "another.txt"
     text.write_text("\n".join(f"no {word} is a {word}" for word in range(400)))
-    with pytest.raises(FullrankError, match=r"seed1 was trained on another text than seed0.*--out"):
+    with pytest.raises(FullrankError, match=r"another text than the runs.*--out"):
         grid.run(STUDY, dataclasses.replace(place, data=(text,)), Extent(seeds=2))
+    # Before its first step.
+    assert not (place.out / "runs" / "seed1" / "log.jsonl").exists()
     found, _ = load(place.out / "results.json")
     assert found == record
 

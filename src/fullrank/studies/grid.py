@@ -85,12 +85,11 @@ def run(
                 for spec in ready:
                     if spec.name not in trainer.running and len(trainer.running) < place.processes:
                         say(f"{spec.name}: training")
-                        trainer.start(spec)
+                        trainer.start(dataclasses.replace(spec, digest=_read_before(spec, record)))
             if not trainer.running:
                 break
             progress(f"{len(done)} of {len(plan)} runs, {busy} at work", len(done) / max(1, len(plan)))
             for one in trainer.finished():
-                _check_text(one, record)
                 marked = dataclasses.replace(one, after_looking=study.digest != record.declared)
                 left = tuple(name for name in record.missing if name != one.name)
                 # What is answered with runs missing is answered anew at the end.
@@ -130,19 +129,16 @@ def _check(plan: Sequence[Spec]) -> None:
         raise FullrankError(f"the plan has {', '.join(sorted(twice))} twice: each run needs its own name")
 
 
-def _check_text(run: GridRun, record: Grid) -> None:
-    """Runs that are compared have read the same; runs that are older than this check do not say what."""
-    for other in record.runs:
-        if other.text == run.text and other.data and _cut(other) == _cut(run) and other.data != run.data:
-            raise FullrankError(
-                f"{run.name} was trained on another text than {other.name}, which the record has: go on with "
-                "the text or tokens that it was begun with, or choose another --out"
-            )
+def _read_before(spec: Spec, record: Grid) -> str:
+    """The digest of the tokens that runs of the record on the same text have read; empty where none says."""
+    text = "" if spec.text is None else spec.text.name
+    alike = (run for run in record.runs if run.text == text and _cut(run.settings) == _cut(spec.settings))
+    return next((run.data for run in alike if run.data), "")
 
 
-def _cut(run: GridRun) -> tuple[str, ...]:
-    """How its text is made tokens."""
-    return tuple(one for one in run.settings if one.startswith("data."))
+def _cut(settings: Sequence[str]) -> list[str]:
+    """How a text is made tokens."""
+    return [one for one in settings if one.startswith("data.")]
 
 
 def _made(place: Place) -> Provenance:
@@ -166,7 +162,7 @@ def train(spec: Spec, place: Place) -> GridRun | None:
     options = Options(
         data=place.data if spec.text is None else spec.text.data,
         tokens=place.tokens if spec.text is None else spec.text.tokens,
-        out=out, cache=place.cache, device=place.device, trackers=(), parent=parent,
+        out=out, cache=place.cache, device=place.device, trackers=(), parent=parent, digest=spec.digest,
     )  # fmt: skip
     failure = ""
     try:

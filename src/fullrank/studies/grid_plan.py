@@ -44,6 +44,8 @@ class Spec:
     """NAME@STEP of a run that this one goes on from."""
     text: Text | None = None
     """None is the study's own."""
+    digest: str = ""
+    """Of the tokens that it must read, where other runs have read some; plans leave it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

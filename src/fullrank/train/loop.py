@@ -71,6 +71,8 @@ class Options:
     """Read every byte of the tokens again for its hash."""
     parent: Parent | None = None
     """Where a run that has no checkpoint of its own begins."""
+    digest: str = ""
+    """Of the tokens that it must read, for runs that are compared; empty is any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,11 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
         with machine.main_process_first():
             corpus = _corpus(config, options, show)
         folder.check(options.out, config, corpus.digest)
+        if options.digest not in ("", corpus.digest):
+            raise FullrankError(
+                "this is another text than the runs to be compared with it have read: go on with the text or "
+                "tokens that they were begun with, or choose another --out"
+            )
         with machine.main_process_first():
             if main:
                 folder.clean(options.out)
