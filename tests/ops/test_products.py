@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fullrank.ops import autograd
+from fullrank.ops.products import Bins
 
 N, K, D, V = 24, 3, 6, 50
 PRODUCT = 2 * N * K * D * V
@@ -122,3 +123,14 @@ def test_ignored_tokens_cost_nothing(make_problem, counter):
     problem.targets[: N // 2] = -100
     problem.nll().backward()
     assert counter["products"] == 1.5
+
+
+@pytest.mark.parametrize("copies", [1, 3, 64])
+def test_sums_of_bins_are_the_same_by_way_of_copies(copies: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bins = torch.randint(7, (5, 40), generator=generator)
+    values = torch.randn(5, 40, dtype=torch.float64, generator=generator)
+    expected = [1.0 + float(values[bins == one].sum()) for one in range(7)]
+    sums = torch.ones(7, dtype=torch.float64)
+    Bins(bins.clone(), 7, copies).add(sums, values)
+    assert sums.tolist() == pytest.approx(expected, abs=1e-12)

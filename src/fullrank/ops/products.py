@@ -23,6 +23,10 @@ from torch import Tensor
 
 from fullrank.ops.pointwise import Evaluated, Pointwise
 
+COPIES = 256
+"""Of a histogram on a GPU: where millions of values fall into a few hundred bins they wait for each other, so
+every column adds to a copy that few others add to."""
+
 
 class Needs(NamedTuple):
     """Which gradients a pass makes."""
@@ -87,9 +91,28 @@ class Gradients:
         if bent.bins is None:
             self.moments.add_(upstream.mul_(bent.offset).sum())
             return
-        bins = bent.bins.flatten()
-        self.sums.index_add_(0, bins, upstream.flatten())
-        self.moments.index_add_(0, bins, upstream.mul_(bent.offset).flatten())
+        own = Bins(bent.bins, len(self.sums), COPIES if upstream.is_cuda else 1)
+        own.add(self.sums, upstream)
+        own.add(self.moments, upstream.mul_(bent.offset))
+
+
+class Bins:
+    """The bins [rows, columns] of values, of B; overwritten where sums are by way of several copies."""
+
+    def __init__(self, bins: Tensor, B: int, copies: int) -> None:
+        self.shape = copies, B
+        if copies > 1:
+            bins.add_(torch.arange(bins.shape[1], device=bins.device).remainder_(copies).mul_(B))
+        self.bins = bins.flatten()
+
+    def add(self, sums: Tensor, values: Tensor) -> None:
+        """To the sums [B] of their bins."""
+        copies, B = self.shape
+        if copies == 1:
+            sums.index_add_(0, self.bins, values.flatten())
+        else:
+            found = sums.new_zeros(copies * B).index_add_(0, self.bins, values.flatten())
+            sums.add_(found.view(copies, B).sum(0))
 
 
 def zero_gradients(needs: Needs, weight: Tensor, pointwise: Pointwise, wide: torch.dtype) -> Gradients:
