@@ -28,6 +28,7 @@ from fullrank.studies.grid_plan import (
     transformer,
     tuned,
     whole_flops,
+    within,
 )
 
 STATEMENT = Statement(
@@ -76,16 +77,18 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
     budget = ""
     for cell in _cells(extent):
         for label in SMALL_USED if extent.small else USED:
-            own = _of(cell, label, extent)
+            own = within(_of(cell, label, extent), budget)
             best, trials = tuned(done, own, RATES)
             specs += trials
             if best is None:
                 if not budget:
                     break
                 continue
-            # Softmax on the first: its operations are what all are given.
-            budget = budget or f"budget=flops={whole_flops(done, own, trials):.6g}"
-            specs += seeded(own, extent.seeds, *best, "steps=0", budget)
+            if not budget:
+                # Softmax on the first: its operations are what all are given.
+                budget = f"flops={whole_flops(done, own, trials):.6g}"
+                own = within(own, budget)
+            specs += seeded(own, extent.seeds, *best)
         if not budget:
             break
     return specs

@@ -92,6 +92,13 @@ def whole_flops(done: Done, own: Spec, trials: Sequence[Spec]) -> float:
     return counted.flops / counted.tokens * config.batch * config.length * config.steps
 
 
+def within(own: Spec, budget: str) -> Spec:
+    """A run with a budget in place of its steps, and so its trials; as it is while there is none."""
+    if not budget:
+        return own
+    return dataclasses.replace(own, settings=(*own.settings, "steps=0", f"budget={budget}"))
+
+
 def loss_curve(run: GridRun) -> Curve:
     """A run's validation loss, as the tests of series take it."""
     return Curve(

@@ -31,6 +31,7 @@ from fullrank.studies.grid_plan import (
     transformer,
     tuned,
     whole_flops,
+    within,
 )
 from fullrank.studies.spam_language import LENGTH, language
 
@@ -74,15 +75,17 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
     for text in extent.texts:
         budget = ""
         for label in SMALL_USED if extent.small else USED:
-            own = _of(text, label, extent)
+            own = within(_of(text, label, extent), budget)
             best, trials = tuned(done, own, RATES)
             specs += trials
             if best is None:
                 if label == "softmax":
                     break
                 continue
-            budget = budget or f"budget=flops={whole_flops(done, own, trials):.6g}"
-            specs += seeded(own, extent.seeds, *best, "steps=0", budget)
+            if not budget:
+                budget = f"flops={whole_flops(done, own, trials):.6g}"
+                own = within(own, budget)
+            specs += seeded(own, extent.seeds, *best)
     return specs
 
 

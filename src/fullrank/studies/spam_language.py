@@ -14,7 +14,7 @@ import numpy as np
 
 from fullrank.studies.grid_plan import Text
 
-LENGTH, HELD_OUT = 64, 512
+LENGTH, HELD_OUT = 16, 2048
 """Tokens of a sequence, and sequences of validation and test."""
 
 
