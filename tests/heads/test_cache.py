@@ -99,7 +99,10 @@ def slow(
                 key = states[0][b, i] if head.key is None else head.key(states[0][b, i])
                 entries.append((key, int(ids[b, i + 1])))
             for key, token in entries:
-                mass[token] += math.exp(weight + float(query @ key) / head.temperature)
+                score = float(query @ key)
+                if head.cosine:
+                    score *= H / float(query.norm() * key.norm())
+                mass[token] += math.exp(weight + score / head.temperature)
             total = sum(mass)
             for v in range(V):
                 if mass[v] > 0:
@@ -127,6 +130,7 @@ def test_the_definition_over_every_base(base: str) -> None:
         {"window": 2, "temperature": 0.7},
         {"normalised": True, "memory_weight": -1.0},
         {"base": "mos", "normalised": True},
+        {"cosine": True, "maps": True, "window": 3},
     ],
     ids=str,
 )
@@ -159,9 +163,10 @@ def test_the_published_form_by_hand() -> None:
     torch.testing.assert_close(found.detach(), torch.tensor([m / sum(mass) for m in mass]).log())
 
 
+@pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize("base", ["softmax", "mos", "plif", "mixtape", "facets"])
-def test_gradients_are_those_of_the_log_probabilities(base: str) -> None:
-    head = make(base, maps=True, window=4)
+def test_gradients_are_those_of_the_log_probabilities(base: str, cosine: bool) -> None:
+    head = make(base, maps=True, window=4, cosine=cosine)
     states = states_for(head, gradient=True)
     counted = TARGETS >= 0
     leaves = [*states, *head.parameters()]

@@ -15,11 +15,12 @@ from fullrank.errors import FullrankError
 from fullrank.models import loading
 from fullrank.results import Generation
 from fullrank.studies import generation, generation_tasks
-from fullrank.studies.generation import METHODS, Config, Study
+from fullrank.studies.generation import ABLATIONS, METHODS, Config, Study
 from tests.studies.test_data_to_text import write
 
 SMALL = Config(
-    seeds=(0,), rates=(1e-4, 3e-4), layers=1, steps=2, batch=2, development=2, prompts=2, new_tokens=6,
+    methods=(*METHODS, *ABLATIONS), seeds=(0,), judged_tokens=256, window=32,
+    rates=(1e-4, 3e-4), layers=1, steps=2, batch=2, development=2, prompts=2, new_tokens=6,
     longest=96, shown=1,
 )  # fmt: skip
 
@@ -45,11 +46,12 @@ def record(loaded: loading.Loaded, task: generation_tasks.Task, kept: Path) -> G
 
 
 def test_the_record_is_whole(record: Generation, tmp_path: Path) -> None:
-    assert [one.method for one in record.methods] == list(METHODS)
+    assert [one.method for one in record.methods] == [*METHODS, *ABLATIONS]
     for one in record.methods:
         assert list(one.scores) == ["slots said", "slots made up", "BLEU", "chrF", "table precision"]
         assert len(one.texts) == 1
         assert math.isfinite(one.losses[0])
+        assert math.isfinite(one.ordinary[0])
         if one.method == "base":
             assert one.rate is None
             assert one.tried == {}
@@ -78,7 +80,7 @@ def test_what_is_done_is_not_done_again(
     kept: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lost = next(file for file in kept.rglob("histalign-seed0-*") if "-rate" not in file.name)
+    lost = next(kept.rglob("histalign-seed0-*"))
     lost.unlink()
     again = generation.run(loaded, task, SMALL, directory=kept, data="e2e")
     assert _timeless(again) == _timeless(record)
@@ -125,7 +127,7 @@ def test_articles(loaded: loading.Loaded, tmp_path: Path) -> None:
     config = dataclasses.replace(SMALL, methods=("base", "trime"), rates=(1e-4,))
     found = generation.run(loaded, task, config, directory=tmp_path / "kept", data="w", judge="itself")
     assert found.methods[1].rate == 1e-4
-    assert found.methods[1].tried == {}
+    assert list(found.methods[1].tried) == ["0.0001"]
     names = {"telling words back", "rep-2", "rep-4", "distinct-2", "judge's loss"}
     assert all(set(one.scores) == names for one in found.methods)
     assert found.people["rep-4"] > 0.5

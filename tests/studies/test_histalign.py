@@ -10,13 +10,16 @@ import torch
 
 from fullrank import report, results
 from fullrank.errors import FullrankError
+from fullrank.heads import CacheHead
+from fullrank.heads.softmax import Softmax
 from fullrank.models import loading
 from fullrank.results import Templates
 from fullrank.studies import histalign, histalign_training
-from fullrank.studies.histalign_setting import METHODS, Config, Study
+from fullrank.studies.histalign_setting import ABLATIONS, METHODS, Config, Study
 
 SMALL = Config(
-    seeds=(0,), layers=1, train=12, held_out=6, epochs=1, batch=8, text_tokens=32, judged_tokens=256,
+    methods=(*METHODS, *ABLATIONS), seeds=(0,), rates=(1e-4, 3e-4),
+    layers=1, train=12, held_out=6, epochs=1, batch=8, text_tokens=32, judged_tokens=256,
     window=64, stories=2, components=2, rank_contexts=96, rank_tokens=128,
 )  # fmt: skip
 
@@ -37,7 +40,7 @@ def record(loaded: loading.Loaded, kept: Path) -> Templates:
 
 
 def test_the_record_is_whole(record: Templates, tmp_path: Path) -> None:
-    assert [one.method for one in record.methods] == list(METHODS)
+    assert [one.method for one in record.methods] == [*METHODS, *ABLATIONS]
     for method in record.methods:
         assert {(one.split, one.scores) for one in method.accuracies} == {
             (split, scores)
@@ -77,6 +80,30 @@ def test_only_base_is_untouched(record: Templates) -> None:
     assert added["mos"] == 2 * 32 * 32 + 2 * 32 + 2 * 32
 
 
+def test_every_method_keeps_its_best_rate(record: Templates) -> None:
+    for one in record.methods:
+        if one.method in ("base", "cache"):
+            assert (one.rate, one.tried) == (None, {})
+        else:
+            assert list(one.tried) == ["0.0001", "0.0003"]
+            assert f"{one.rate:g}" == min(one.tried, key=one.tried.__getitem__)
+
+
+def test_a_prompt_that_is_not_credited_only_weighs_against_its_answer() -> None:
+    torch.manual_seed(0)
+    head = CacheHead(Softmax(hidden=4, vocab=9)).double()
+    ids = torch.tensor([[0, 3, 5, 3, 2], [7, 0, 0, 1, 4]])
+    states, answers = torch.randn(2, 5, 4, dtype=torch.float64), torch.tensor([3, 0])
+    targets = torch.full_like(ids, -100)
+    targets[:, -1] = answers
+    found = head(states, targets, context=histalign_training._told(ids, answers))
+    scores = (states[:, -1] @ head.decoder.weight.T).exp()
+    memory = (states[:, :-1] @ states[:, -1, :, None] / 2).exp().sum((1, 2))
+    expected = -(scores[[0, 1], answers] / (scores.sum(1) + memory)).log().mean()
+    torch.testing.assert_close(found, expected)
+    assert found.detach() > head(states, targets, context=ids).detach()
+
+
 def test_a_softmax_has_no_more_rank_than_its_width(record: Templates) -> None:
     for method in record.methods:
         if method.method in ("base", "softmax"):
@@ -98,7 +125,7 @@ def test_what_is_done_is_not_done_again(
     def refuse(*_: Any) -> None:
         raise AssertionError("trained again")
 
-    lost = next(kept.rglob("histalign-seed0.safetensors"))
+    lost = next(kept.rglob("histalign-seed0-0.0001.safetensors"))
     lost.unlink()
     again = histalign.run(loaded, [], SMALL, directory=kept)
     # But for the time it took, a training that begins anew ends with the same numbers.

@@ -45,7 +45,7 @@ class Histalign:
     judge: str | None = None
     """Another model, whose loss of a generated text is its coherence; restaurants and articles."""
     rates: tuple[float, ...] = (3e-5, 1e-4, 3e-4)
-    """Learning rates that every method tries; restaurants and articles."""
+    """Learning rates that every method tries with the first seed."""
     steps: int = 96
     """Of training; restaurants and articles."""
     generated: int = 64
@@ -53,7 +53,8 @@ class Histalign:
     new_tokens: int = 64
     """Tokens of a generated text, at most."""
     methods: tuple[str, ...] = ()
-    """Which to compare, of templates base among them; by default all that the task has."""
+    """Which to compare, of templates base among them; by default the task's usual ones. On request:
+    histalign_cosine, and of templates trime_uncredited and histalign_uncredited."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each draws its own split of the word pairs, prompts, order and start of the head."""
     layers: int = 2
@@ -69,7 +70,8 @@ class Histalign:
     as_published: bool = False
     """Train on the answers alone, with a memory of temperature sqrt(H) whose weight is 1 and not learned."""
     text: tuple[Path, ...] = ()
-    """Files of ordinary text, for training and for judging; the documentation of Python by default."""
+    """Files of ordinary text, to judge on and, of templates, to train on; the documentation of Python by
+    default."""
     judged_tokens: int = 2048
     """Tokens of it that are judged on."""
     device: str = "auto"
@@ -81,8 +83,8 @@ class Histalign:
 
 
 OWN = {
-    "templates": ("prompts", "held_out", "epochs", "as_published", "text", "judged_tokens"),
-    "texts": ("data", "judge", "rates", "steps", "generated", "new_tokens"),
+    "templates": ("prompts", "held_out", "epochs", "as_published"),
+    "texts": ("data", "judge", "steps", "generated", "new_tokens"),
 }
 """Options of templates alone, and of restaurants and articles."""
 
@@ -133,6 +135,7 @@ def _templates(options: Histalign, directory: Path, progress: Progress) -> Calla
     config = Config(
         methods=options.methods or METHODS,
         seeds=options.seeds,
+        rates=options.rates,
         layers=options.layers,
         train=options.prompts,
         held_out=options.held_out,
@@ -158,6 +161,7 @@ def _texts(options: Histalign, directory: Path, progress: Progress) -> Callable[
         prompts=options.generated,
         new_tokens=options.new_tokens,
         components=options.components,
+        judged_tokens=options.judged_tokens,
     )
     data = options.data
     assert data is not None
@@ -165,8 +169,9 @@ def _texts(options: Histalign, directory: Path, progress: Progress) -> Callable[
     judge = None if options.judge is None else loading.load(options.judge, device=device_of(options.device))
     task, name = generation_tasks.read(options.task, data, judge), "" if judge is None else judge.name
     return lambda loaded: generation.run(
-        loaded, task, config, directory=directory, data=data.name, judge=name, progress=progress
-    )
+        loaded, task, config, directory=directory, data=data.name, judge=name, files=options.text,
+        progress=progress,
+    )  # fmt: skip
 
 
 def generation_table(record: Generation) -> Table:
@@ -178,13 +183,13 @@ def generation_table(record: Generation) -> Table:
     names = list(dict.fromkeys(name for method in record.methods for name in method.scores))
     drawn = Table(title=f"Texts behind {record.prompts} prompts", title_justify="left")
     drawn.add_column("method", no_wrap=True)
-    for head in ("loss", *names):
+    for head in ("loss", "ordinary text", *names):
         drawn.add_column(head, justify="right")
     for method in record.methods:
-        cells = [method.losses, *(method.scores[name] for name in names)]
-        drawn.add_row(method.method, *(f"{statistics.fmean(cell):.3g}" for cell in cells))
+        cells = [method.losses, method.ordinary, *(method.scores[name] for name in names)]
+        drawn.add_row(method.method, *(f"{statistics.fmean(cell):.3g}" if cell else "" for cell in cells))
     people = (f"{record.people[name]:.3g}" if name in record.people else "" for name in names)
-    drawn.add_row("people", "", *people)
+    drawn.add_row("people", "", "", *people)
     return drawn
 
 

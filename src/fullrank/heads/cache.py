@@ -6,7 +6,8 @@ state, z the base head's scores and s_ti = q_t . k_i / temperature over the reme
     P(w | t)  proportional to  exp(z_tw) + sum over remembered i with x_{i+1} = w of exp(memory_weight + s_ti)
     -log P(y | t) = logaddexp(l_t, m_t) - logaddexp(l_t + log p_base(y | t), m_ty)
 
-q and k are the state itself, as published, or with `maps` affine maps of it that start as the state.
+q and k are the state itself, as published, or with `maps` affine maps of it that start as the state. With
+`cosine` both are brought to the length sqrt(H), so that s_ti is their cosine times H / temperature.
 memory_weight is learned and 0 in the published form; the temperature is sqrt(H). m_t is the logsumexp of the
 memory's scores, m_ty that of the steps that hold y, l_t the base head's normaliser. The loss takes log p_base
 and l_t from the fused primitive and the m's from `ops.memory`, so neither N x V nor N x L exists.
@@ -74,6 +75,7 @@ class CacheHead(Head):
         window: int | None = None,
         maps: bool = False,
         normalised: bool = False,
+        cosine: bool = False,
     ) -> None:
         """`base` is a head, or the name of one that is built for hidden, vocab, width and bias with its own
         `base_options`. `window` is how many steps back a token sees; None: all."""
@@ -92,7 +94,7 @@ class CacheHead(Head):
         self.fixed_vocabulary = base.fixed_vocabulary
         self.softcap = base.softcap
         self.temperature = math.sqrt(self.hidden) if temperature is None else float(temperature)
-        self.window, self.normalised = window, normalised
+        self.window, self.normalised, self.cosine = window, normalised, cosine
         self.base = base
         self.stand_on(base)
         matrix = ("decoder.weight", "decoder.bias")
@@ -230,7 +232,7 @@ class CacheHead(Head):
     def remembered(self, states: list[Tensor], context: Tensor, memory: Memory | None = None) -> Remembered:
         """Queries of a segment, and the entries before and in it."""
         last = _cleaned(states[0], context)
-        queries = (last if self.query is None else self.query(last)).flatten(0, -3)
+        queries = self._sized(last if self.query is None else self.query(last)).flatten(0, -3)
         keys, ids, first = self._keys(states, context), self._ids(context), 0
         asking = ids >= 0
         if memory is not None:
@@ -334,7 +336,10 @@ class CacheHead(Head):
     def _keys(self, states: list[Tensor], context: Tensor) -> Tensor:
         """[batch, T, D]"""
         last = _cleaned(states[0], context)
-        return (last if self.key is None else self.key(last)).flatten(0, -3)
+        return self._sized(last if self.key is None else self.key(last)).flatten(0, -3)
+
+    def _sized(self, states: Tensor) -> Tensor:
+        return of_one_length(states) if self.cosine else states
 
     @staticmethod
     def _ids(context: Tensor) -> Tensor:
@@ -362,6 +367,11 @@ class CacheHead(Head):
                 f"numbers below V={self.vocab} (negative: padding); check the tokenizer against the head"
             )
         return states
+
+
+def of_one_length(states: Tensor) -> Tensor:
+    """States [..., H] brought to the length sqrt(H); 0 stays 0."""
+    return nn.functional.normalize(states, dim=-1) * math.sqrt(states.shape[-1])
 
 
 def _cleaned(states: Tensor, context: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ class GenerationMethod:
 
     method: str
     """base: not trained; softmax: trained as it is; trime: with a memory, by likelihood; histalign: and by
-    the ranking loss; mos: a mixture of softmaxes; trunk_cache: a shared-trunk mixture with a memory."""
+    the ranking loss; mos: a mixture of softmaxes; trunk_cache: a shared-trunk mixture with a memory;
+    histalign_cosine: HistAlign with cosines of states."""
     added: int
     """Parameters of the head beside the output matrix."""
     rate: float | None
@@ -44,6 +45,8 @@ class GenerationMethod:
     """Of the first seed."""
     seconds: tuple[float, ...]
     """Processor time of training, generating and judging, one a seed; without the rates that were tried."""
+    ordinary: tuple[float, ...] = ()
+    """Nats per token of ordinary text, one a seed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,3 +84,5 @@ class Generation:
     """The same measures of people's own texts, where they have one."""
     methods: tuple[GenerationMethod, ...]
     notes: tuple[str, ...]
+    text: tuple[str, ...] = ()
+    """Sources of the ordinary text."""

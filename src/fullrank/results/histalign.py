@@ -46,7 +46,8 @@ class TemplateMethod:
     method: str
     """base: not trained; cache: not trained, with a memory; softmax: trained as it is; trime: with a memory,
     by likelihood; histalign: and by the ranking loss, a mean over pairs; histalign_sum: a sum over them, as
-    published; mos: with a mixture of softmaxes."""
+    published; mos: with a mixture of softmaxes; histalign_cosine: with cosines of states; *_uncredited:
+    answers in a prompt are not credited to the memory."""
     added: int
     """Parameters of the head beside the output matrix."""
     accuracies: tuple[TemplateAccuracy, ...]
@@ -59,6 +60,11 @@ class TemplateMethod:
     """Mean loss of the answers over the last epoch, nats, one a seed; empty where nothing is trained."""
     seconds: tuple[float, ...]
     """Processor time of training and judging, one a seed."""
+    rate: float | None = None
+    """Learning rate of layers and head with the least loss of answers with one overlap; None where nothing
+    was trained, or nothing tried."""
+    tried: dict[str, float] = dataclasses.field(default_factory=dict)
+    """That loss of the first seed by learning rate, nats."""
 
     def accuracy(self, split: str, scores: str) -> TemplateAccuracy:
         return next(one for one in self.accuracies if one.split == split and one.scores == scores)

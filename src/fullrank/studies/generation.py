@@ -7,12 +7,15 @@
     mos            a mixture of softmaxes
     trunk_cache    a mixture with a shared trunk under the memory
 
+and, for whoever asks, `histalign_cosine`: HistAlign with cosines of states in place of their products.
+
 As in `histalign` the last layers of one model and what the head adds are trained from the same weights, on
 the same texts (`generation_tasks`) in the same order, for the same steps; embedding and output matrix are
 frozen.
 Every method is given the same rates to try with the first seed and keeps the one with the least development
 loss. Then each seed draws its own order and start, texts are generated greedily behind the test prompts, with
-the memory in the cache, and measured, and the loss of people's texts behind the same prompts is taken.
+the memory in the cache, and measured, and the losses of people's texts behind the same prompts and of
+ordinary text are taken: the last says what the task has cost elsewhere.
 
 A training that is done is kept in a file; the same call goes on with the next.
 """
@@ -31,23 +34,22 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.fit import checkpoints
+from fullrank.fit import checkpoints, collect
 from fullrank.heads import Head
 from fullrank.heads.alignment import MARGIN, alignment_loss
 from fullrank.heads.cache import CacheHead
 from fullrank.models import anatomy, loading, sampling
 from fullrank.results.generation import GeneratedText, Generation, GenerationMethod, Piece
 from fullrank.studies.generation_tasks import Example, Task
-from fullrank.studies.histalign_setting import memory_start
+from fullrank.studies.histalign_setting import COSINE, MEMORY_RATE, RANKED, cosine_note, memory_start
 from fullrank.studies.histalign_training import WARM_UP
 from fullrank.studies.upper_layers import UpperLayers
 from fullrank.upgrade import upgrade
 
 METHODS = ("base", "softmax", "trime", "histalign", "mos", "trunk_cache")
-MEMORIES = ("trime", "histalign", "trunk_cache")
-MEMORY_RATE = 500.0
-"""Rate of the memory's log weight, which is in nats, in units of the layers'."""
-FORMAT = 2
+ABLATIONS = ("histalign_cosine",)
+MEMORIES = ("trime", "histalign", "trunk_cache", "histalign_cosine")
+FORMAT = 3
 """Of what is kept; raised when its meaning changes."""
 CALIBRATED = 16
 """Texts that the memory's start is chosen on."""
@@ -78,12 +80,17 @@ class Config:
     components: int = 2
     align: float = 1.0
     margin: float = MARGIN
+    judged_tokens: int = 2048
+    """Tokens of ordinary text that are judged on."""
+    window: int = 128
+    """Of them."""
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.methods) - set(METHODS))
+        unknown = sorted(set(self.methods) - {*METHODS, *ABLATIONS})
         if unknown or not self.methods:
             raise FullrankError(
-                f"methods are {', '.join(self.methods) or 'none'}: expected some of {', '.join(METHODS)}"
+                f"methods are {', '.join(self.methods) or 'none'}: expected some of "
+                f"{', '.join((*METHODS, *ABLATIONS))}"
             )
         sizes = (self.layers, self.steps, self.batch, self.development, self.prompts, self.new_tokens)
         if not self.seeds or not self.rates or min(sizes) < 1 or min(self.rates) <= 0 or self.longest < 8:
@@ -117,28 +124,28 @@ def run(
     directory: Path,
     data: str,
     judge: str = "",
+    files: Sequence[Path] = (),
     progress: Progress = lambda stage, share: None,
 ) -> Generation:
-    """All methods and seeds; finished trainings are kept in `directory`, `data` and `judge` are names."""
-    study = Study(loaded, task, config, directory, judge)
-    count = len(config.methods) * (len(config.rates) + len(config.seeds))
-    methods, done = [], 0
-    for method in config.methods:
-        tried: dict[str, float] = {}
-        # One rate is no choice.
-        rates = config.rates if method != "base" and len(config.rates) > 1 else ()
-        for rate in rates:
-            progress(f"rate {rate:g}: {method}", done / count)
-            tried[f"{rate:g}"] = study.one(method, config.seeds[0], rate, whole=False)["development"]
-            done += 1
-        done += len(config.rates) - len(rates)
-        best = None if method == "base" else min(config.rates, key=lambda one: tried.get(f"{one:g}", 0.0))
-        found = []
-        for seed in config.seeds:
-            progress(f"training: {method}, seed {seed}", done / count)
-            found.append(study.one(method, seed, best, whole=True))
-            done += 1
-        methods.append(_method(study, method, best, tried, found))
+    """All methods and seeds; finished trainings are kept in `directory`, `data` and `judge` are names, and
+    `files` are ordinary text, the standard library's where there are none."""
+    study = Study(loaded, task, config, directory, judge, files)
+    first, *others = config.seeds
+    each = len(config.rates) + len(others)
+    methods = []
+    for place, method in enumerate(config.methods):
+        tried: dict[float | None, dict[str, Any]] = {}
+        for number, rate in enumerate((None,) if method == "base" else config.rates):
+            words = f"{method}, seed {first}" + ("" if rate is None else f", rate {rate:g}")
+            progress(f"training: {words}", (place + number / each) / len(config.methods))
+            tried[rate] = study.one(method, first, rate)
+        best = min(tried, key=lambda rate: tried[rate]["development"])
+        found = [tried[best]]
+        for number, seed in enumerate(others, len(config.rates)):
+            progress(f"training: {method}, seed {seed}", (place + number / each) / len(config.methods))
+            found.append(study.one(method, seed, best))
+        losses = {f"{rate:g}": one["development"] for rate, one in tried.items() if rate is not None}
+        methods.append(_method(study, method, best, losses, found))
     layers = study.upper.parameters().values()
     test = study.test
     return Generation(
@@ -155,11 +162,15 @@ def run(
         batch=config.batch,
         prompts=len(test),
         new_tokens=config.new_tokens,
-        temperature=study.temperature,
-        memory_start=study.memory_start,
+        temperature=study.memory[False].temperature,
+        memory_start=study.memory[False].weight,
         people=task.people(len(test)),
         methods=tuple(methods),
-        notes=task.notes,
+        notes=(
+            *task.notes,
+            *([cosine_note(study.memory[True])] if set(COSINE) & set(config.methods) else []),
+        ),
+        text=study.sources,
     )
 
 
@@ -167,7 +178,13 @@ class Study:
     """What all trainings share."""
 
     def __init__(
-        self, loaded: loading.Loaded, task: Task, config: Config, directory: Path, judge: str = ""
+        self,
+        loaded: loading.Loaded,
+        task: Task,
+        config: Config,
+        directory: Path,
+        judge: str = "",
+        files: Sequence[Path] = (),
     ) -> None:
         self.loaded, self.task, self.config, self.directory = loaded, task, config, directory
         self.plain = upgrade(loaded, "softmax")
@@ -181,16 +198,25 @@ class Study:
         self.prompts = [sampling.prompt_ids(loaded, one.prompt) for one in self.test]
         order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(0)).tolist()
         self.train = [task.train[place] for place in order[: config.steps * config.batch]]
+        windows = collect.tokenise(
+            loaded.tokenizer, files, tokens=config.judged_tokens, window=config.window,
+            longest=anatomy.longest(loaded.model),
+        )  # fmt: skip
+        self.sources, self.ordinary = windows.sources, windows.ids.to(self.device)
         self.of = checkpoints.digest(
             dataclasses.asdict(config) | {"methods": None, "seeds": None, "rates": None},
             [FORMAT, loaded.fingerprint, task.name, task.sha256, judge, MEMORY_RATE, CALIBRATED],
+            windows.ids,
         )
         calibrated = self.texts(self.train[:CALIBRATED])
         with torch.no_grad():
             states = self.upper.states(calibrated.ids, calibrated.recorded)
-        self.temperature, self.memory_start = memory_start(
-            self.plain.lm_head, states, calibrated.context, calibrated.targets
-        )
+        self.memory = {
+            cosine: memory_start(
+                self.plain.lm_head, states, calibrated.context, calibrated.targets, cosine=cosine
+            )
+            for cosine in (False, True)
+        }
 
     def texts(self, examples: Sequence[Example]) -> Texts:
         """Prompts and texts behind them, padded at the end, and what the frozen layers make of them."""
@@ -231,12 +257,11 @@ class Study:
             base = copy.deepcopy(plain, {id(plain.decoder): plain.decoder})
         if method not in MEMORIES:
             return base.to(self.device)
-        cache = CacheHead(base, temperature=self.temperature, memory_weight=self.memory_start)
-        return cache.to(self.device)
+        return self.memory[method in COSINE].head(base).to(self.device)
 
-    def one(self, method: str, seed: int, rate: float | None, *, whole: bool) -> dict[str, Any]:
-        """A training's end, from its file or from its start; with `whole` its texts and measures as well."""
-        name = f"{method}-seed{seed}-{rate or 0:g}{'' if whole else '-rate'}"
+    def one(self, method: str, seed: int, rate: float | None) -> dict[str, Any]:
+        """A training with its texts and measures, from its file or from its start; None trains nothing."""
+        name = f"{method}-seed{seed}-{rate or 0:g}"
         file = self.directory / self.of[:16] / f"{name}.safetensors"
         of = f"{self.of} {name}"
         facts = checkpoints.finished(checkpoints.read(file, of))
@@ -248,10 +273,7 @@ class Study:
             if rate is not None:
                 self._train(head, method, seed, rate)
             head.eval()
-            if whole:
-                facts = self._judge(head)
-            else:
-                facts = {"development": self.loss(head, self.task.development[: self.config.development])}
+            facts = self._judge(head)
         finally:
             self._restore()
         facts |= {
@@ -292,7 +314,7 @@ class Study:
                 texts = self.texts([self.train[place] for place in chosen])
                 states = self.upper.states(texts.ids, texts.recorded)
                 loss = _likelihood(head, states, texts)
-                if method == "histalign":
+                if method in RANKED:
                     loss = loss + config.align * alignment_loss(
                         cast(CacheHead, head),
                         states,
@@ -322,10 +344,23 @@ class Study:
             count += counted
         return total / max(count, 1)
 
+    @torch.no_grad()
+    def ordinary_loss(self, head: Head) -> float:
+        """Nats per token of ordinary text."""
+        losses = []
+        for ids in self.ordinary.split(self.config.batch):
+            targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+            texts = Texts(context=ids, targets=targets, recorded=self.upper.record(ids))
+            states = self.upper.states(texts.ids, texts.recorded)
+            losses.append(float(_likelihood(head, states, texts)) * len(ids))
+        return sum(losses) / len(self.ordinary)
+
     def _judge(self, head: Head) -> dict[str, Any]:
         texts = self._generate(head)
         return {
+            "development": self.loss(head, self.task.development[: self.config.development]),
             "loss": self.loss(head, self.test),
+            "ordinary": self.ordinary_loss(head),
             "scores": self.task.scores(texts),
             "texts": [
                 [{"text": piece.text, "kind": piece.kind} for piece in self.task.marked(place, text)]
@@ -377,6 +412,7 @@ def _method(
         rate=rate,
         tried=tried,
         losses=tuple(one["loss"] for one in found),
+        ordinary=tuple(one["ordinary"] for one in found),
         scores={
             name: tuple(one["scores"].get(name, math.nan) for one in found) for name in found[0]["scores"]
         },

@@ -12,12 +12,20 @@ prompts in the same order:
     histalign_sum   the same, a sum over the pairs, as published
     mos             a mixture of softmaxes, which has the rank and no memory
 
+and, for whoever asks where a difference comes from,
+
+    histalign_cosine       as histalign, with cosines of states in place of their products
+    trime_uncredited       as trime, but answers in the prompt are not credited to the memory, as in the code
+                           that was released for HistAlign, where memories are matched through labels
+    histalign_uncredited   the ranking loss beside that
+
 Trained are the last `layers` of the body and what the head adds; everything below, embedding and output
 matrix are frozen, so the states below are made once (`upper_layers`). A step sees `batch` prompts, of which
 only the answer counts, one of the two drawn anew each time, and one window of ordinary text, of which every
 token counts: loss = mean over answers + mean over text, and for HistAlign `align` times the ranking loss of
 both. The memory's temperature and its log weight at the start are those with the least loss on the ordinary
-text to train on, before any training; the weight is then learned.
+text to train on, before any training; the weight is then learned. Every method is given the same rates to try
+with the first seed, and keeps the one with the least loss of both answers on the prompts with one overlap.
 
 As published, the answers alone are trained on, the temperature is sqrt(H), and the log weight is 0 and not
 learned. On a model whose states are large, as SmolLM2's are, such a memory outweighs the vocabulary nearly
@@ -40,7 +48,16 @@ from fullrank.fit import estimates
 from fullrank.models import loading
 from fullrank.results.histalign import TemplateAccuracy, TemplateMethod, Templates, TextLoss
 from fullrank.studies import template_task
-from fullrank.studies.histalign_setting import KINDS, RATES, SPLITS, Config, Study
+from fullrank.studies.histalign_setting import (
+    COSINE,
+    KINDS,
+    MEMORY_RATE,
+    SPLITS,
+    UNTRAINED,
+    Config,
+    Study,
+    cosine_note,
+)
 from fullrank.studies.histalign_training import Found, one
 from fullrank.studies.template_task import Batch
 
@@ -61,6 +78,7 @@ def run(
     progress("frozen layers: text", 0.0)
     study.prepare(lambda share: progress("frozen layers: text", share))
     found: dict[str, list[Found]] = {method: [] for method in config.methods}
+    tried: dict[str, dict[float, float]] = {}
     count = len(config.seeds) * len(config.methods)
     for number, seed in enumerate(config.seeds):
         cached: dict[str, list[Batch]] = {}
@@ -81,11 +99,20 @@ def run(
             def report(share: float, done: int = done, method: str = method, seed: int = seed) -> None:
                 progress(f"training: {method}, seed {seed}", (done + share) / count)
 
-            found[method].append(one(study, method, seed, prompts, report))
-    return _record(study, found)
+            if number == 0 and method not in UNTRAINED:
+                tried[method] = {
+                    rate: one(study, method, seed, rate, prompts, report).facts["one overlap"]["loss"]
+                    for rate in config.rates
+                }
+            losses = tried.get(method)
+            rate = None if losses is None else min(losses, key=losses.__getitem__)
+            found[method].append(one(study, method, seed, rate, prompts, report))
+    return _record(study, found, tried)
 
 
-def _record(study: Study, found: Mapping[str, Sequence[Found]]) -> Templates:
+def _record(
+    study: Study, found: Mapping[str, Sequence[Found]], tried: Mapping[str, dict[float, float]]
+) -> Templates:
     config = study.config
     kinds = torch.cat([text.kinds.flatten() for text in study.judged])
     plain, told = study.judged
@@ -105,24 +132,31 @@ def _record(study: Study, found: Mapping[str, Sequence[Found]]) -> Templates:
         steps=max(one.facts["steps"] for many in found.values() for one in many),
         batch=config.batch,
         text_tokens=config.text_tokens,
-        rates=dict(RATES),
+        rates={"memory weight, in units of the layers'": MEMORY_RATE},
         margin=config.margin,
         align=config.align,
         as_published=config.as_published,
-        temperature=study.temperature,
-        memory_start=study.memory_start,
+        temperature=study.memory[False].temperature,
+        memory_start=study.memory[False].weight,
         text=study.sources,
         text_sha256=study.sha256,
         window=config.window,
         rank_contexts=config.rank_contexts,
         rank_tokens=config.rank_tokens,
-        methods=tuple(_method(name, many, base, kinds, blocks) for name, many in found.items()),
-        notes=(),
+        methods=tuple(
+            _method(name, many, tried.get(name, {}), base, kinds, blocks) for name, many in found.items()
+        ),
+        notes=() if not set(COSINE) & set(found) else (cosine_note(study.memory[True]),),
     )
 
 
 def _method(
-    name: str, found: Sequence[Found], base: Sequence[Tensor], kinds: Tensor, blocks: Tensor
+    name: str,
+    found: Sequence[Found],
+    tried: dict[float, float],
+    base: Sequence[Tensor],
+    kinds: Tensor,
+    blocks: Tensor,
 ) -> TemplateMethod:
     facts = [one.facts for one in found]
     accuracies = []
@@ -156,6 +190,8 @@ def _method(
     return TemplateMethod(
         method=name,
         added=facts[0]["added"],
+        rate=min(tried, key=tried.__getitem__) if tried else None,
+        tried={f"{rate:g}": loss for rate, loss in tried.items()},
         accuracies=tuple(accuracies),
         losses=tuple(losses),
         least_rank=tuple(one["rank"] for one in facts),

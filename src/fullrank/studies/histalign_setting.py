@@ -15,7 +15,7 @@ from fullrank.errors import FullrankError
 from fullrank.fit import checkpoints, collect, estimates
 from fullrank.heads import Head
 from fullrank.heads.alignment import MARGIN
-from fullrank.heads.cache import CacheHead
+from fullrank.heads.cache import CacheHead, of_one_length
 from fullrank.heads.memory import entry_tokens
 from fullrank.models import anatomy, loading
 from fullrank.ops import linear_logprob
@@ -26,13 +26,23 @@ from fullrank.studies.upper_layers import UpperLayers
 from fullrank.upgrade import upgrade
 
 METHODS = ("base", "cache", "softmax", "trime", "histalign", "histalign_sum", "mos")
+ABLATIONS = ("histalign_cosine", "trime_uncredited", "histalign_uncredited")
+"""More methods, for whoever asks."""
 UNTRAINED = ("base", "cache")
-RANKED = {"histalign": "mean", "histalign_sum": "sum"}
+RANKED = {
+    "histalign": "mean",
+    "histalign_sum": "sum",
+    "histalign_cosine": "mean",
+    "histalign_uncredited": "mean",
+}
 """Methods with the ranking loss, and what becomes of a position's pairs."""
+COSINE = ("histalign_cosine",)
+UNCREDITED = ("trime_uncredited", "histalign_uncredited")
+MEMORIES = ("cache", "trime", "trime_uncredited", *RANKED)
 SPLITS = ("train", "one overlap", "no overlap")
-RATES = {"layers and head": 1e-4, "memory weight": 0.05}
-"""Learning rates at their highest."""
-FORMAT = 1
+MEMORY_RATE = 500.0
+"""Rate of the memory's log weight, which is in nats, in units of the layers'."""
+FORMAT = 2
 """Of what is kept; raised when its meaning changes."""
 STORY = 160
 """Tokens of a text with names that are read."""
@@ -49,6 +59,7 @@ BODY_BATCH = 24
 class Config:
     methods: tuple[str, ...] = METHODS
     seeds: tuple[int, ...] = (0, 1, 2)
+    rates: tuple[float, ...] = (3e-5, 1e-4, 3e-4)
     layers: int = 2
     train: int = 192
     """Prompts to train on."""
@@ -75,17 +86,18 @@ class Config:
     """Train on the answers alone, with a memory of temperature sqrt(H) and log weight 0, not learned."""
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.methods) - set(METHODS))
+        unknown = sorted(set(self.methods) - {*METHODS, *ABLATIONS})
         if unknown or "base" not in self.methods:
             raise FullrankError(
                 f"methods are {', '.join(self.methods) or 'none'}: expected base, which the others are held "
-                f"against, and some of {', '.join(METHODS[1:])}"
+                f"against, and some of {', '.join((*METHODS[1:], *ABLATIONS))}"
             )
         sizes = (self.layers, self.train, self.held_out, self.epochs, self.batch, self.stories)
-        if not self.seeds or min(sizes) < 1 or min(self.text_tokens, self.window) < 8:
+        rates = self.rates or (0.0,)
+        if not self.seeds or min(rates) <= 0 or min(sizes) < 1 or min(self.text_tokens, self.window) < 8:
             raise FullrankError(
-                f"{self} is impossible: expected a seed, 1 or more of everything, and windows of 8 tokens "
-                "or more"
+                f"{self} is impossible: expected a seed, a rate above 0, 1 or more of everything, and "
+                "windows of 8 tokens or more"
             )
 
 
@@ -143,9 +155,8 @@ class Study:
         self.training_ids = self._pieces(windows.ids[:-judged]).to(self.device)
         self.stories = names.stories(config.stories)
         self.of = checkpoints.digest(
-            dataclasses.asdict(config) | {"methods": None, "seeds": None},
-            RATES,
-            [FORMAT, loaded.fingerprint, STORY, CALIBRATED, TEMPERATURES, WEIGHTS],
+            dataclasses.asdict(config) | {"methods": None, "seeds": None, "rates": None},
+            [FORMAT, loaded.fingerprint, STORY, CALIBRATED, TEMPERATURES, WEIGHTS, MEMORY_RATE],
             windows.ids,
         )
 
@@ -166,7 +177,7 @@ class Study:
         told = Text(ids=ids, recorded=self._record(ids, lambda share: progress((1 + share) / 3)), kinds=kinds)
         self.judged = (plain, told)
         self.training = self._record(self.training_ids, lambda share: progress((2 + share) / 3))
-        self.temperature, self.memory_start = self._memory_start()
+        self.memory = {cosine: self._memory_start(cosine) for cosine in (False, True)}
 
     def prompts(self, seed: int, progress: Callable[[float], None]) -> dict[str, list[Batch]]:
         """The prompts of a seed's splits, by length."""
@@ -197,10 +208,9 @@ class Study:
         plain = self.plain.lm_head
         # A copy that shares W: a cache takes its base apart.
         base = copy.deepcopy(plain, {id(plain.decoder): plain.decoder})
-        if method not in ("cache", "trime", *RANKED):
+        if method not in MEMORIES:
             return base
-        cache = CacheHead(base, temperature=self.temperature, memory_weight=self.memory_start)
-        return cache.to(self.device)
+        return self.memory[method in COSINE].head(base).to(self.device)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -239,19 +249,41 @@ class Study:
         return torch.cat(parts) if parts else torch.empty(0)
 
     @torch.no_grad()
-    def _memory_start(self) -> tuple[float, float]:
-        """Temperature and log weight of the memory with the least loss on the text to train on."""
+    def _memory_start(self, cosine: bool) -> MemoryStart:
+        """With the least loss on the text to train on."""
         head = self.plain.lm_head
-        natural = math.sqrt(head.hidden)
         if self.config.as_published:
-            return natural, 0.0
+            return MemoryStart(temperature=math.sqrt(head.hidden), weight=0.0, cosine=cosine)
         ids = self.training_ids[:CALIBRATED]
         states = self.upper.states(ids, self.training[:CALIBRATED])[:, :-1]
-        return memory_start(head, states, ids[:, :-1], ids[:, 1:])
+        return memory_start(head, states, ids[:, :-1], ids[:, 1:], cosine=cosine)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryStart:
+    """What a memory begins with."""
+
+    temperature: float
+    weight: float
+    """Its logarithm."""
+    cosine: bool
+    """Whether scores are cosines."""
+
+    def head(self, base: Head) -> CacheHead:
+        return CacheHead(base, temperature=self.temperature, memory_weight=self.weight, cosine=self.cosine)
+
+
+def cosine_note(start: MemoryStart) -> str:
+    return (
+        f"The memory of cosines has a temperature of {start.temperature:.1f} and begins with a log weight of "
+        f"{start.weight:g}."
+    )
 
 
 @torch.no_grad()
-def memory_start(head: Head, states: Tensor, context: Tensor, targets: Tensor) -> tuple[float, float]:
+def memory_start(
+    head: Head, states: Tensor, context: Tensor, targets: Tensor, *, cosine: bool = False
+) -> MemoryStart:
     """Temperature and log weight with which a memory of states [n, time, H] has the least loss beside `head`.
 
     `context` are the ids under the states, negative where there is padding; targets below 0 do not count.
@@ -266,15 +298,16 @@ def memory_start(head: Head, states: Tensor, context: Tensor, targets: Tensor) -
     )
     held = entry_tokens(context)
     natural = math.sqrt(head.hidden)
+    keys = of_one_length(states) if cosine else states
     best = (math.inf, natural, 0.0)
     for factor in TEMPERATURES:
         temperature = factor * natural
         agreeing, every = (
             found[counted]
-            for found in memory_logsumexp(states / temperature, states, held, targets.clamp_min(-1))
+            for found in memory_logsumexp(keys / temperature, keys, held, targets.clamp_min(-1))
         )
         for weight in WEIGHTS:
             joined = torch.logaddexp(normaliser, every + weight)
             loss = float((joined - torch.logaddexp(score, agreeing + weight)).mean())
             best = min(best, (loss, temperature, weight))
-    return best[1], best[2]
+    return MemoryStart(temperature=best[1], weight=best[2], cosine=cosine)

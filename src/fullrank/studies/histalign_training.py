@@ -15,9 +15,9 @@ from fullrank.errors import FullrankError
 from fullrank.fit import checkpoints
 from fullrank.heads import Head
 from fullrank.heads.alignment import alignment_loss
-from fullrank.heads.cache import CacheHead
+from fullrank.heads.cache import CacheHead, of_one_length
 from fullrank.studies import template_task
-from fullrank.studies.histalign_setting import RANKED, RATES, UNTRAINED, Study
+from fullrank.studies.histalign_setting import COSINE, MEMORY_RATE, RANKED, UNCREDITED, Study
 from fullrank.studies.template_task import Batch
 from fullrank.theory import least_rank
 
@@ -40,11 +40,12 @@ def one(
     study: Study,
     method: str,
     seed: int,
+    rate: float | None,
     prompts: Callable[[], dict[str, list[Batch]]],
     progress: Callable[[float], None],
 ) -> Found:
-    """A method and seed, from its file or from its start."""
-    file = study.directory / study.of[:16] / f"{method}-seed{seed}.safetensors"
+    """A method, seed and rate, from its file or from its start; None trains nothing."""
+    file = study.directory / study.of[:16] / f"{method}-seed{seed}-{rate or 0:g}.safetensors"
     of = f"{study.of} {file.name}"
     kept = checkpoints.read(file, of)
     facts = checkpoints.finished(kept)
@@ -57,11 +58,11 @@ def one(
     last, steps = None, 0
     study.restore()
     try:
-        if method not in UNTRAINED:
+        if rate is not None:
             last, steps = _train(
-                study, head, method, seed, splits["train"], lambda share: progress(0.8 * share)
+                study, head, method, seed, rate, splits["train"], lambda share: progress(0.8 * share)
             )
-        facts = _judge(study, head, splits, lambda share: progress(0.8 + 0.2 * share))
+        facts = _judge(study, head, method, splits, lambda share: progress(0.8 + 0.2 * share))
         losses = _losses(study, head)
     finally:
         study.restore()
@@ -84,6 +85,7 @@ def _train(
     head: Head,
     method: str,
     seed: int,
+    rate: float,
     train: Sequence[Batch],
     progress: Callable[[float], None],
 ) -> tuple[float, int]:
@@ -92,9 +94,9 @@ def _train(
     layers = study.upper.parameters()
     own = {name: value for name, value in head.named_parameters() if not name.startswith("decoder.")}
     weight = own.pop("memory_weight", None)
-    groups = [{"params": [*layers.values(), *own.values()], "lr": RATES["layers and head"]}]
+    groups = [{"params": [*layers.values(), *own.values()], "lr": rate}]
     if weight is not None and not config.as_published:
-        groups.append({"params": [weight], "lr": RATES["memory weight"]})
+        groups.append({"params": [weight], "lr": MEMORY_RATE * rate})
     trained = [parameter for group in groups for parameter in cast(list[nn.Parameter], group["params"])]
     head.decoder.requires_grad_(False)
     optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
@@ -116,14 +118,15 @@ def _train(
                 answers = batch.pieces[torch.arange(len(batch)), which, 0]
                 targets = torch.full_like(batch.ids, -100)
                 targets[:, -1] = answers
-                loss, likelihood = _loss(study, head, method, batch.ids, batch.recorded, targets)
+                context = _told(batch.ids, answers) if method in UNCREDITED else batch.ids
+                loss, likelihood = _loss(study, head, method, batch.ids, batch.recorded, targets, context)
                 # A batch may be short, for want of prompts of its length: every prompt counts alike.
                 loss = loss * (len(batch) / config.batch)
                 if not config.as_published:
                     place = next(windows)
                     ids, recorded = study.training_ids[place], study.training[place]
                     targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
-                    loss = loss + _loss(study, head, method, ids, recorded, targets)[0]
+                    loss = loss + _loss(study, head, method, ids, recorded, targets, ids)[0]
                 optimiser.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(trained, 1.0)
@@ -136,17 +139,17 @@ def _train(
             parameter.requires_grad_(False)
     found = sums / answered
     if not math.isfinite(found):
-        raise FullrankError(f"training {method} with seed {seed} diverged: choose fewer --layers")
+        raise FullrankError(f"training {method} with rate {rate:g} diverged: choose smaller --rates")
     return found, total
 
 
 def _loss(
-    study: Study, head: Head, method: str, ids: Tensor, recorded: Tensor, targets: Tensor
+    study: Study, head: Head, method: str, ids: Tensor, recorded: Tensor, targets: Tensor, credited: Tensor
 ) -> tuple[Tensor, float]:
-    """What is trained on, and its likelihood part."""
+    """What is trained on, and its likelihood part, which takes the memories' tokens from ids `credited`."""
     states = study.upper.states(ids, recorded)
     if isinstance(head, CacheHead):
-        likelihood = cast(Tensor, head(states, targets, context=ids))
+        likelihood = cast(Tensor, head(states, targets, context=credited))
     else:
         counted = targets >= 0
         likelihood = cast(Tensor, head(states[counted], targets[counted]))
@@ -163,6 +166,14 @@ def _loss(
         )
         loss = loss + config.align * ranked
     return loss, float(likelihood.detach())
+
+
+def _told(ids: Tensor, answers: Tensor) -> Tensor:
+    """Ids [n, time] with another token in place of each row's answer [n]: the memories that hold it still
+    weigh against it and are not credited, as where memories are matched through labels that a prompt has
+    not."""
+    other = torch.where(answers == 0, 1, 0)
+    return torch.where(ids == answers[:, None], other[:, None], ids)
 
 
 def _order(batches: Sequence[Batch], size: int, seed: int, epoch: int) -> Iterator[Batch]:
@@ -186,21 +197,29 @@ def _cycle(count: int, seed: int) -> Iterator[slice]:
 
 @torch.no_grad()
 def _judge(
-    study: Study, head: Head, splits: Mapping[str, Sequence[Batch]], progress: Callable[[float], None]
+    study: Study,
+    head: Head,
+    method: str,
+    splits: Mapping[str, Sequence[Batch]],
+    progress: Callable[[float], None],
 ) -> dict[str, Any]:
     head.eval()
     facts: dict[str, Any] = {}
+    kind = study.memory[method in COSINE]
     for place, (name, batches) in enumerate(splits.items()):
-        full, memory = [], []
+        full, memory, losses = [], [], []
         for whole in batches:
             for batch in (whole.some(part) for part in torch.arange(len(whole)).split(JUDGED_PROMPTS)):
                 states = study.upper.states(batch.ids, batch.recorded)
                 log_probs = answer_log_probs(head, states, batch.ids)
                 full.append(template_task.ranks(log_probs, batch.pieces))
-                alone = template_task.memory_log_probs(states, batch.ids, head.vocab, study.temperature)
+                losses.append(-log_probs.gather(1, batch.pieces[:, :2, 0]).mean(1))
+                keys = of_one_length(states) if kind.cosine else states
+                alone = template_task.memory_log_probs(keys, batch.ids, head.vocab, kind.temperature)
                 memory.append(template_task.ranks(alone, batch.pieces))
         facts[name] = {
             "prompts": sum(map(len, batches)),
+            "loss": float(torch.cat(losses).double().mean()),
             "full": template_task.accuracy(torch.cat(full)),
             "memory": template_task.accuracy(torch.cat(memory)),
         }

@@ -17,6 +17,7 @@ LABELS = {
     "histalign": "HistAlign",
     "mos": "mixture of softmaxes",
     "trunk_cache": "trunk mixture with memory",
+    "histalign_cosine": "HistAlign, by cosines",
 }
 """What a reader sees."""
 TASKS = {
@@ -53,7 +54,7 @@ def generation_page(record: Generation) -> Page:
 
 def _measures(record: Generation) -> Section:
     names = list(dict.fromkeys(name for method in record.methods for name in method.scores))
-    people: tuple[Cell, ...] = ("people", None, *(record.people.get(name) for name in names))
+    people: tuple[Cell, ...] = ("people", None, None, *(record.people.get(name) for name in names))
     return Section(
         title="Measures",
         text=(
@@ -65,6 +66,7 @@ def _measures(record: Generation) -> Section:
             columns=(
                 Column(name="method"),
                 Column(name="loss of people’s texts", unit="nats per token"),
+                Column(name="loss of ordinary text", unit="nats per token"),
                 *(Column(name=shown(name)) for name in names),
             ),
             rows=(
@@ -72,6 +74,7 @@ def _measures(record: Generation) -> Section:
                     (
                         LABELS.get(one.method, shown(one.method)),
                         _spread(one.losses),
+                        _spread(one.ordinary),
                         *(_spread(one.scores.get(name, ())) for name in names),
                     )
                     for one in record.methods
@@ -132,6 +135,7 @@ def _setting(record: Generation) -> Section:
                 ("temperature of the memory", record.temperature),
                 ("log weight of the memory at the start", record.memory_start),
                 ("data", shown(record.data)),
+                ("ordinary text", shown("; ".join(record.text)) or "none"),
                 ("judge", shown(record.judge) or "none"),
             ),
         ),

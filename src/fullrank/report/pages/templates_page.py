@@ -20,6 +20,9 @@ LABELS = {
     "histalign": "HistAlign",
     "histalign_sum": "HistAlign, pairs summed",
     "mos": "mixture of softmaxes",
+    "histalign_cosine": "HistAlign, by cosines",
+    "trime_uncredited": "TRIME, prompts not credited",
+    "histalign_uncredited": "HistAlign, prompts not credited",
 }
 """What a reader sees."""
 SPLITS = ("no overlap", "one overlap", "train")
@@ -208,6 +211,8 @@ def _rank(record: Templates) -> Section:
                 Column(name="least rank"),
                 Column(name="log weight of the memory", unit="nats"),
                 Column(name="loss of the answers", unit="last epoch, nats"),
+                Column(name="learning rate"),
+                Column(name="loss of both answers by rate", unit="one overlap, nats"),
                 Column(name="parameters added"),
                 Column(name="processor time", unit="seconds"),
             ),
@@ -216,6 +221,8 @@ def _rank(record: Templates) -> Section:
                     LABELS.get(one.method, one.method), ", ".join(map(str, one.least_rank)),
                     ", ".join(f"{weight:.2f}" for weight in one.memory_weight) or None,
                     ", ".join(f"{loss:.3f}" for loss in one.last_loss) or None,
+                    None if one.rate is None else f"{one.rate:g}",
+                    ", ".join(f"{shown(rate)}: {loss:.3f}" for rate, loss in one.tried.items()) or None,
                     one.added, ", ".join(f"{seconds:.0f}" for seconds in one.seconds),
                 )
                 for one in record.methods
@@ -256,6 +263,9 @@ def _reading(record: Templates) -> Section:
             "better than that.",
             "Each seed has its own split of the words, so the spread over seeds holds the luck of the split "
             "as well; methods of one seed share it.",
-            "The training is short and the rates were tuned for nobody: small differences can be chance.",
+            "Each method has the one of the same rates with the least loss of both answers on the prompts "
+            "with one overlap, of the first seed."
+            if any(len(one.tried) > 1 for one in record.methods)
+            else "The rates were tuned for nobody: small differences can be chance.",
         ),
     )
