@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fullrank.errors import FullrankError
 from fullrank.results.grid import GridRun
-from fullrank.studies.grid_plan import Extent, Text
-from fullrank.studies.spam_grid import CELLS, SMALL_CELLS, SPAM
+from fullrank.studies.grid_plan import Extent, Spec, Text
+from fullrank.studies.spam_grid import CELLS, SMALL_CELLS, study
 from fullrank.studies.spam_language import LENGTH, language
 from tests.studies.made_runs import decisions, followed, made_by_hand, plain_end
 
@@ -36,14 +37,32 @@ def test_the_plan_gives_all_heads_of_a_cell_the_operations_of_softmax(small: boo
         Text(name=f"v{size}x{copies}", facts={"vocabulary": str(size), "copies": str(copies)})
         for size, copies in cells
     )
-    made = followed(SPAM, Extent(small=small, seeds=2, texts=texts), plain_end)
+    made = followed(study(), Extent(small=small, seeds=2, texts=texts), plain_end)
     whole = [spec for spec in made.values() if "trial" not in spec.factors]
     for text in texts:
         own = [spec for spec in whole if spec.text == text]
         assert len({one for spec in own for one in spec.settings if one.startswith("budget=")}) == 1
         assert len({spec.factors["head"] for spec in own}) > 1
+        # Rates of the others are chosen on a quarter of that, not of softmax's steps.
+        for spec in made.values():
+            if spec.text == text and "trial" in spec.factors and spec.factors["head"] != "softmax":
+                assert 4 * _flops(spec) == pytest.approx(_flops(own[0]), rel=1e-5)
     # As many in all as another vocabulary has of each.
     assert len({size * copies for size, copies in cells}) < len(cells)
+
+
+def _flops(spec: Spec) -> float:
+    """The last budget counts."""
+    return [float(one.rpartition("=")[2]) for one in spec.settings if one.startswith("budget=flops=")][-1]
+
+
+def test_some_heads_are_chosen_with_softmax_among_them() -> None:
+    text = Text(name="v256x8", facts={"vocabulary": "256", "copies": "8"})
+    made = followed(study(("mos4", "softmax")), Extent(seeds=2, texts=(text,)), plain_end)
+    assert {spec.factors["head"] for spec in made.values()} == {"softmax", "mos4"}
+    for wrong in (("mos4",), ("softmax", "mos5")):
+        with pytest.raises(FullrankError, match="expected softmax and any of"):
+            study(wrong)
 
 
 def run(
@@ -68,7 +87,7 @@ def test_what_is_known_is_found() -> None:
             run(seed, "softmax", (6.0, 5.0 + noise), vocabulary=1024),
             run(seed, "softmax", (5.0, 0.2 + noise), copies=32),
         ]
-    found = SPAM.answers(tuple(runs))
+    found = study().answers(tuple(runs))
     assert decisions(found) == {
         "mos2 for the same operations: V 256, 8 sequences a symbol": "worse",
         "mos2 for the same tokens: V 256, 8 sequences a symbol": "no difference of interest",
@@ -83,4 +102,4 @@ def test_what_is_known_is_found() -> None:
     assert far.effect.value == pytest.approx(5.0 / math.log(1024) - 0.2 / math.log(256))
     assert far.unit == "of log V"
     assert "learnt by 0 of 3; 0.200 of the gradient's norm kept at first, 0.125 at random" in far.sentence
-    assert SPAM.answers(()) == ()
+    assert study().answers(()) == ()

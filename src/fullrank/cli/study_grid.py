@@ -130,6 +130,9 @@ class Spam(_Extent):
     Example: fullrank study spam --small
     """
 
+    heads: tuple[str, ...] = ()
+    """Which to train, softmax among them; softmax, sigsoftmax, plif, mos4 and trunk10 by default."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Published(_Grid):
@@ -241,6 +244,10 @@ def _study(options: _Extent) -> Any:
         from fullrank.studies import head_grid
 
         return head_grid.study(options.widths, options.heads)
+    if isinstance(options, Spam):
+        from fullrank.studies import spam_grid
+
+        return spam_grid.study(options.heads)
     if isinstance(options, Published):
         from fullrank.studies import published_grid
 
@@ -249,12 +256,10 @@ def _study(options: _Extent) -> Any:
     from fullrank.studies.cause_grid import CAUSE
     from fullrank.studies.domain_grid import DOMAINS
     from fullrank.studies.optimiser_grid import OPTIMISER
-    from fullrank.studies.spam_grid import SPAM
     from fullrank.studies.width_grid import WIDTH
 
     return {
         Width: WIDTH, Optimiser: OPTIMISER, Bodies: BODIES, Cause: CAUSE, Domains: DOMAINS,
-        Spam: SPAM,
     }[type(options)]  # fmt: skip
 
 

@@ -192,6 +192,7 @@ class Study:
         self.device = self.plain.device
         self.upper = UpperLayers(self.plain, anatomy.examine(loaded).blocks, config.layers)
         self.start = checkpoints.weights(self.upper.parameters())
+        self._cut: dict[Example, tuple[list[int], int]] = {}
         self._recorded: dict[Example, Tensor] = {}
         """By text [time, H]."""
         self.test = task.test[: config.prompts]
@@ -220,13 +221,7 @@ class Study:
 
     def texts(self, examples: Sequence[Example]) -> Texts:
         """Prompts and texts behind them, padded at the end, and what the frozen layers make of them."""
-        tokenizer: Any = self.loaded.tokenizer
-        rows = []
-        for one in examples:
-            prompt = sampling.prompt_ids(self.loaded, one.prompt)
-            text = list(tokenizer(one.text, add_special_tokens=False, verbose=False)["input_ids"])
-            ids = (prompt + text)[: self.config.longest]
-            rows.append((ids, len(prompt)))
+        rows = [self._ids(one) for one in examples]
         width = max(len(ids) for ids, _ in rows)
         context = torch.full((len(rows), width), -1)
         targets = torch.full((len(rows), width), -100)
@@ -235,6 +230,15 @@ class Study:
             targets[row, first - 1 : len(ids) - 1] = torch.tensor(ids[first:], dtype=torch.long)
         context, targets = context.to(self.device), targets.to(self.device)
         return Texts(context=context, targets=targets, recorded=self._record(context, examples))
+
+    def _ids(self, example: Example) -> tuple[list[int], int]:
+        """Of prompt and text, and how many are the prompt's; made once a text."""
+        if example not in self._cut:
+            tokenizer: Any = self.loaded.tokenizer
+            prompt = sampling.prompt_ids(self.loaded, example.prompt)
+            text = list(tokenizer(example.text, add_special_tokens=False, verbose=False)["input_ids"])
+            self._cut[example] = (prompt + text)[: self.config.longest], len(prompt)
+        return self._cut[example]
 
     def _record(self, context: Tensor, examples: Sequence[Example]) -> Tensor:
         """What enters the trained layers: made once a text, since all methods read the same texts."""

@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fullrank.errors import FullrankError
 from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
 from fullrank.studies.grid_plan import (
@@ -70,11 +71,27 @@ def texts(folder: Path, extent: Extent) -> tuple[Text, ...]:
     return tuple(language(folder, *cell) for cell in (SMALL_CELLS if extent.small else CELLS))
 
 
-def plan(done: Done, extent: Extent) -> list[Spec]:
+def study(heads: Sequence[str] = ()) -> Study:
+    """Of some heads, or of all."""
+    unknown = [label for label in heads if label not in HEADS]
+    if unknown or (heads and "softmax" not in heads):
+        raise FullrankError(
+            f"--heads {' '.join(heads)}: expected softmax and any of "
+            f"{', '.join(label for label in HEADS if label != 'softmax')}"
+        )
+
+    def plan(done: Done, extent: Extent) -> list[Spec]:
+        used = heads or (SMALL_USED if extent.small else USED)
+        return _plan([label for label in HEADS if label in used], done, extent)
+
+    return Study(name="spam", statement=STATEMENT, plan=plan, answers=answers, texts=texts)
+
+
+def _plan(heads: Sequence[str], done: Done, extent: Extent) -> list[Spec]:
     specs: list[Spec] = []
     for text in extent.texts:
         budget = ""
-        for label in SMALL_USED if extent.small else USED:
+        for label in heads:
             own = within(_of(text, label, extent), budget)
             best, trials = tuned(done, own, RATES)
             specs += trials
@@ -175,6 +192,3 @@ def learnt(runs: Sequence[GridRun]) -> str:
 
 def _with(answer: GridAnswer, words: str) -> GridAnswer:
     return dataclasses.replace(answer, sentence=f"{answer.sentence}; {words}")
-
-
-SPAM = Study(name="spam", statement=STATEMENT, plan=plan, answers=answers, texts=texts)
