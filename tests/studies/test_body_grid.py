@@ -15,7 +15,7 @@ from tests.studies.made_runs import decisions, followed, made_by_hand, plain_end
 @pytest.mark.parametrize("small", [False, True])
 def test_the_plan_gives_all_runs_the_operations_of_one_and_shapes_equal_parameters(small: bool) -> None:
     extent = Extent(small=small, seeds=2)
-    assert {spec.factors["trial"] for spec in BODIES.plan({}, extent)} == {"0.5", "1", "2"}
+    assert {spec.factors["trial"] for spec in BODIES.plan({}, extent)} == {"2", "4", "8"}
     made = followed(BODIES, extent, plain_end)
     whole = [spec for spec in made.values() if "trial" not in spec.factors]
     budgets = {one for spec in whole for one in spec.settings if one.startswith("budget=")}

@@ -55,7 +55,7 @@ WIDTH, SMALL_WIDTH = 128, 16
 LAYERS, SMALL_LAYERS = 6, 2
 SHAPES = {"deep": 0.75, "wide": 1.25}
 """Widths, of the middle one."""
-RATES = (0.5, 1.0, 2.0)
+RATES = (2.0, 4.0, 8.0)
 PER_BYTE = 0.25
 """Of the smallest effect: a token is about four bytes."""
 

@@ -47,7 +47,7 @@ MEASURES = ("frequent", "probability")
 """Tables of `fullrank corpus dimension`, the first with what theory speaks of, the second as published."""
 NARROW, WIDE = (32, 64), 256
 SMALL_NARROW, SMALL_WIDE = (8,), 32
-RATES = (0.5, 1.0, 2.0)
+RATES = (2.0, 4.0, 8.0)
 COST = 0.01
 """The smallest cost of interest, nats per token."""
 

@@ -53,6 +53,8 @@ FORMAT = 3
 """Of what is kept; raised when its meaning changes."""
 CALIBRATED = 16
 """Texts that the memory's start is chosen on."""
+RECORDED = 64
+"""Texts that the frozen layers read at once."""
 TOGETHER = 32
 """Texts that are generated at once."""
 
@@ -246,8 +248,16 @@ class Study:
         if new:
             for row, states in zip(new, self.upper.record(context[new].clamp_min(0)), strict=True):
                 # Without its padding, which nothing before it has seen.
-                self._recorded[examples[row]] = states[: int((context[row] >= 0).sum())].clone()
+                self._recorded[examples[row]] = states[: len(self._ids(examples[row])[0])].clone()
         return nn.utils.rnn.pad_sequence([self._recorded[one] for one in examples], batch_first=True)
+
+    def _read(self) -> None:
+        """The frozen layers over all that is trained on, many texts of about one length at once."""
+        ordered = sorted(dict.fromkeys(self.train), key=lambda one: len(self._ids(one)[0]))
+        for start in range(0, len(ordered), RECORDED):
+            some = ordered[start : start + RECORDED]
+            if any(one not in self._recorded for one in some):
+                self.texts(some)
 
     def head(self, method: str, seed: int) -> Head:
         """The output layer of a method, with the model's own matrix; the same distribution but for memory."""
@@ -304,6 +314,7 @@ class Study:
         optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
         peaks = [group["lr"] for group in optimiser.param_groups]
         draw = torch.Generator().manual_seed(seed)
+        self._read()
         for parameter in trained:
             parameter.requires_grad_(True)
         try:
@@ -316,16 +327,17 @@ class Study:
                 for group, peak in zip(optimiser.param_groups, peaks, strict=True):
                     group["lr"] = peak * share
                 texts = self.texts([self.train[place] for place in chosen])
-                states = self.upper.states(texts.ids, texts.recorded)
-                loss = _likelihood(head, states, texts)
-                if method in RANKED:
-                    loss = loss + config.align * alignment_loss(
-                        cast(CacheHead, head),
-                        states,
-                        texts.targets,
-                        context=texts.context,
-                        margin=config.margin,
-                    )
+                with self.upper.mixed():
+                    states = self.upper.states(texts.ids, texts.recorded)
+                    loss = _likelihood(head, states, texts)
+                    if method in RANKED:
+                        loss = loss + config.align * alignment_loss(
+                            cast(CacheHead, head),
+                            states,
+                            texts.targets,
+                            context=texts.context,
+                            margin=config.margin,
+                        )
                 optimiser.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(trained, 1.0)

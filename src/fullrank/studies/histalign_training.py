@@ -104,12 +104,14 @@ def _train(
     for parameter in trained:
         parameter.requires_grad_(True)
     steps = [list(_order(train, config.batch, seed, epoch)) for epoch in range(config.epochs)]
-    total, step, sums, answered = sum(map(len, steps)), 0, 0.0, 0
+    total, step, answered = sum(map(len, steps)), 0, 0
+    # Of the last epoch; on the device, so that no step waits for it.
+    sums = torch.zeros((), device=study.device)
     draw = torch.Generator().manual_seed(seed)
     windows = _cycle(len(study.training_ids), seed)
     try:
         for batches in steps:
-            sums, answered = 0.0, 0
+            sums, answered = torch.zeros_like(sums), 0
             for batch in batches:
                 share = min(1.0, (step + 1) / max(1.0, WARM_UP * total)) * (1 - step / total)
                 for group, peak in zip(optimiser.param_groups, peaks, strict=True):
@@ -119,14 +121,16 @@ def _train(
                 targets = torch.full_like(batch.ids, -100)
                 targets[:, -1] = answers
                 context = _told(batch.ids, answers) if method in UNCREDITED else batch.ids
-                loss, likelihood = _loss(study, head, method, batch.ids, batch.recorded, targets, context)
+                with study.upper.mixed():
+                    loss, likelihood = _loss(study, head, method, batch.ids, batch.recorded, targets, context)
                 # A batch may be short, for want of prompts of its length: every prompt counts alike.
                 loss = loss * (len(batch) / config.batch)
                 if not config.as_published:
                     place = next(windows)
                     ids, recorded = study.training_ids[place], study.training[place]
                     targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
-                    loss = loss + _loss(study, head, method, ids, recorded, targets, ids)[0]
+                    with study.upper.mixed():
+                        loss = loss + _loss(study, head, method, ids, recorded, targets, ids)[0]
                 optimiser.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(trained, 1.0)
@@ -137,7 +141,7 @@ def _train(
     finally:
         for parameter in trained:
             parameter.requires_grad_(False)
-    found = sums / answered
+    found = float(sums) / answered
     if not math.isfinite(found):
         raise FullrankError(f"training {method} with rate {rate:g} diverged: choose smaller --rates")
     return found, total
@@ -145,7 +149,7 @@ def _train(
 
 def _loss(
     study: Study, head: Head, method: str, ids: Tensor, recorded: Tensor, targets: Tensor, credited: Tensor
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, Tensor]:
     """What is trained on, and its likelihood part, which takes the memories' tokens from ids `credited`."""
     states = study.upper.states(ids, recorded)
     if isinstance(head, CacheHead):
@@ -165,7 +169,7 @@ def _loss(
             pairs=RANKED[method],
         )
         loss = loss + config.align * ranked
-    return loss, float(likelihood.detach())
+    return loss, likelihood.detach()
 
 
 def _told(ids: Tensor, answers: Tensor) -> Tensor:

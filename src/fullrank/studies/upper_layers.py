@@ -73,6 +73,11 @@ class UpperLayers:
         with self._playing(recorded):
             return self.model.head_inputs(ids).states[0]
 
+    def mixed(self) -> contextlib.AbstractContextManager[Any]:
+        """bf16 products on a GPU, where what is trained is; nothing changes elsewhere."""
+        kind = self.model.device.type
+        return torch.autocast(kind, dtype=torch.bfloat16, enabled=kind == "cuda")
+
     def check(self, ids: Tensor) -> None:
         """Refuse a model whose upper layers need more than the states."""
         with torch.no_grad():
