@@ -57,6 +57,7 @@ def test_the_record_is_whole(record: Generation, tmp_path: Path) -> None:
             assert one.tried == {}
         else:
             assert f"{one.rate:g}" == min(one.tried, key=one.tried.__getitem__)
+            assert {"0.0001", "0.0003"} <= set(one.tried)
     added = {one.method: one.added for one in record.methods}
     assert added["base"] == added["softmax"] == 0
     assert added["trime"] == added["histalign"] == 1 < added["trunk_cache"]

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fullrank.heads.softmax import Softmax
 from fullrank.models import loading
 from fullrank.results import Templates
 from fullrank.studies import histalign, histalign_training
-from fullrank.studies.histalign_setting import ABLATIONS, METHODS, Config, Study
+from fullrank.studies.histalign_setting import ABLATIONS, METHODS, Config, Study, losses_by_rate
 
 SMALL = Config(
     methods=(*METHODS, *ABLATIONS), seeds=(0,), rates=(1e-4, 3e-4),
@@ -85,8 +86,26 @@ def test_every_method_keeps_its_best_rate(record: Templates) -> None:
         if one.method in ("base", "cache"):
             assert (one.rate, one.tried) == (None, {})
         else:
-            assert list(one.tried) == ["0.0001", "0.0003"]
+            assert {"0.0001", "0.0003"} <= set(one.tried)
             assert f"{one.rate:g}" == min(one.tried, key=one.tried.__getitem__)
+
+
+def test_a_grid_of_rates_grows_where_its_end_is_best() -> None:
+    asked: list[float] = []
+
+    def loss(best: float, rate: float) -> float:
+        asked.append(rate)
+        return abs(math.log(rate / best))
+
+    assert (
+        min(losses_by_rate((1.0, 3.0), lambda rate: loss(9.0, rate)), key=lambda rate: loss(9.0, rate)) == 9.0
+    )
+    assert sorted(losses_by_rate((1.0, 3.0), lambda rate: loss(1 / 3, rate))) == pytest.approx(
+        [1 / 9, 1 / 3, 1, 3]
+    )
+    # Within the grid, and where there is no grid, nothing is added.
+    assert list(losses_by_rate((1.0, 2.0, 4.0), lambda rate: loss(2.0, rate))) == [1.0, 2.0, 4.0]
+    assert list(losses_by_rate((1.0,), lambda rate: loss(9.0, rate))) == [1.0]
 
 
 def test_a_prompt_that_is_not_credited_only_weighs_against_its_answer() -> None:

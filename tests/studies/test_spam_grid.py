@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -65,6 +66,20 @@ def test_some_heads_are_chosen_with_softmax_among_them() -> None:
             study(wrong)
 
 
+def test_a_dearer_head_is_held_against_softmax_of_as_many_tokens() -> None:
+    def end(spec: Spec) -> GridRun:
+        whole = spec.head == "mos" and "trial" not in spec.factors
+        return dataclasses.replace(plain_end(spec), **({"tokens": 50} if whole else {}))
+
+    text = Text(name="v256x8", facts={"vocabulary": "256", "copies": "8"})
+    made = followed(study(("softmax", "sigsoftmax", "mos4")), Extent(seeds=2, texts=(text,)), end)
+    shorter = {name: spec for name, spec in made.items() if "_as_" in name}
+    assert sorted(shorter) == ["v256x8-softmax_as_mos4-seed0", "v256x8-softmax_as_mos4-seed1"]
+    for spec in shorter.values():
+        assert spec.head == "softmax"
+        assert [one for one in spec.settings if one.startswith("budget=")] == ["budget=tokens=50"]
+
+
 def run(
     seed: int, head: str, losses: tuple[float, ...], *, vocabulary: int = 256, copies: int = 8,
     tokens: int = 100,
@@ -80,8 +95,9 @@ def test_what_is_known_is_found() -> None:
     for seed, noise in enumerate((0.0, 0.01, -0.01)):
         runs += [
             run(seed, "softmax", (5.0, 3.0, 1.0, 0.2)),
-            # A third of the tokens for the same operations: as fast a token, and so behind at the end.
+            # Half of the tokens for the same operations: as fast a token, and so behind at the end.
             run(seed, "mos2", (5.0 + noise, 3.0 + noise)),
+            run(seed, "softmax for as many tokens as mos2", (5.0, 3.0)),
             run(seed, "plif", (5.0, 5.0, 5.0, 0.2 + 20 * noise)),
             # Not learnt, with as many sequences of each, and with as many in all.
             run(seed, "softmax", (6.0, 5.0 + noise), vocabulary=1024),
@@ -92,7 +108,6 @@ def test_what_is_known_is_found() -> None:
         "mos2 for the same operations: V 256, 8 sequences a symbol": "worse",
         "mos2 for the same tokens: V 256, 8 sequences a symbol": "no difference of interest",
         "plif for the same operations: V 256, 8 sequences a symbol": "undecided",
-        "plif for the same tokens: V 256, 8 sequences a symbol": "undecided",
         "softmax: V 1024, 8 sequences a symbol against V 256, 8": "worse",
         "softmax: V 1024, 8 sequences a symbol against V 256, 32": "worse",
     }

@@ -258,9 +258,10 @@ def _study(options: _Extent) -> Any:
     from fullrank.studies.optimiser_grid import OPTIMISER
     from fullrank.studies.width_grid import WIDTH
 
-    return {
+    others: dict[type[_Extent], Any] = {
         Width: WIDTH, Optimiser: OPTIMISER, Bodies: BODIES, Cause: CAUSE, Domains: DOMAINS,
-    }[type(options)]  # fmt: skip
+    }  # fmt: skip
+    return others[type(options)]
 
 
 def _texts(options: _Extent, cache: Path) -> tuple[Text, ...]:

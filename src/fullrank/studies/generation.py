@@ -12,10 +12,11 @@ and, for whoever asks, `histalign_cosine`: HistAlign with cosines of states in p
 As in `histalign` the last layers of one model and what the head adds are trained from the same weights, on
 the same texts (`generation_tasks`) in the same order, for the same steps; embedding and output matrix are
 frozen.
-Every method is given the same rates to try with the first seed and keeps the one with the least development
-loss. Then each seed draws its own order and start, texts are generated greedily behind the test prompts, with
-the memory in the cache, and measured, and the losses of people's texts behind the same prompts and of
-ordinary text are taken: the last says what the task has cost elsewhere.
+Every method is given the same rates to try with the first seed, further ones while the best stands at an
+end, and keeps the one with the least development loss. Then each seed draws its own order and start, texts
+are generated greedily behind the test prompts, with the memory in the cache, and measured, and the losses of
+people's texts behind the same prompts and of ordinary text are taken: the last says what the task has cost
+elsewhere.
 
 A training that is done is kept in a file; the same call goes on with the next.
 """
@@ -41,7 +42,14 @@ from fullrank.heads.cache import CacheHead
 from fullrank.models import anatomy, loading, sampling
 from fullrank.results.generation import GeneratedText, Generation, GenerationMethod, Piece
 from fullrank.studies.generation_tasks import Example, Task
-from fullrank.studies.histalign_setting import COSINE, MEMORY_RATE, RANKED, cosine_note, memory_start
+from fullrank.studies.histalign_setting import (
+    COSINE,
+    MEMORY_RATE,
+    RANKED,
+    cosine_note,
+    losses_by_rate,
+    memory_start,
+)
 from fullrank.studies.histalign_training import WARM_UP
 from fullrank.studies.upper_layers import UpperLayers
 from fullrank.upgrade import upgrade
@@ -132,22 +140,24 @@ def run(
     """All methods and seeds; finished trainings are kept in `directory`, `data` and `judge` are names, and
     `files` are ordinary text, the standard library's where there are none."""
     study = Study(loaded, task, config, directory, judge, files)
-    first, *others = config.seeds
-    each = len(config.rates) + len(others)
     methods = []
     for place, method in enumerate(config.methods):
-        tried: dict[float | None, dict[str, Any]] = {}
-        for number, rate in enumerate((None,) if method == "base" else config.rates):
-            words = f"{method}, seed {first}" + ("" if rate is None else f", rate {rate:g}")
-            progress(f"training: {words}", (place + number / each) / len(config.methods))
-            tried[rate] = study.one(method, first, rate)
-        best = min(tried, key=lambda rate: tried[rate]["development"])
-        found = [tried[best]]
-        for number, seed in enumerate(others, len(config.rates)):
-            progress(f"training: {method}, seed {seed}", (place + number / each) / len(config.methods))
+        share = place / len(config.methods)
+        losses: dict[float, float] = {}
+        if method != "base":
+
+            def loss(rate: float, method: str = method, share: float = share) -> float:
+                progress(f"training: {method}, rate {rate:g}", share)
+                return float(study.one(method, config.seeds[0], rate)["development"])
+
+            losses = losses_by_rate(config.rates, loss)
+        best = min(losses, key=losses.__getitem__) if losses else None
+        found = []
+        for seed in config.seeds:
+            progress(f"training: {method}, seed {seed}", share)
             found.append(study.one(method, seed, best))
-        losses = {f"{rate:g}": one["development"] for rate, one in tried.items() if rate is not None}
-        methods.append(_method(study, method, best, losses, found))
+        tried = {f"{rate:g}": loss for rate, loss in losses.items()}
+        methods.append(_method(study, method, best, tried, found))
     layers = study.upper.parameters().values()
     test = study.test
     return Generation(

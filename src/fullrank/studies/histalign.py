@@ -25,7 +25,8 @@ only the answer counts, one of the two drawn anew each time, and one window of o
 token counts: loss = mean over answers + mean over text, and for HistAlign `align` times the ranking loss of
 both. The memory's temperature and its log weight at the start are those with the least loss on the ordinary
 text to train on, before any training; the weight is then learned. Every method is given the same rates to try
-with the first seed, and keeps the one with the least loss of both answers on the prompts with one overlap.
+with the first seed, further ones while the best stands at an end, and keeps the one with the least loss of
+both answers on the prompts with one overlap.
 
 As published, the answers alone are trained on, the temperature is sqrt(H), and the log weight is 0 and not
 learned. On a model whose states are large, as SmolLM2's are, such a memory outweighs the vocabulary nearly
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +59,7 @@ from fullrank.studies.histalign_setting import (
     Config,
     Study,
     cosine_note,
+    losses_by_rate,
 )
 from fullrank.studies.histalign_training import Found, one
 from fullrank.studies.template_task import Batch
@@ -100,10 +103,11 @@ def run(
                 progress(f"training: {method}, seed {seed}", (done + share) / count)
 
             if number == 0 and method not in UNTRAINED:
-                tried[method] = {
-                    rate: one(study, method, seed, rate, prompts, report).facts["one overlap"]["loss"]
-                    for rate in config.rates
-                }
+
+                def loss(rate: float, method: str = method, seed: int = seed, say: Any = report) -> float:
+                    return float(one(study, method, seed, rate, prompts, say).facts["one overlap"]["loss"])
+
+                tried[method] = losses_by_rate(config.rates, loss)
             losses = tried.get(method)
             rate = None if losses is None else min(losses, key=losses.__getitem__)
             found[method].append(one(study, method, seed, rate, prompts, report))

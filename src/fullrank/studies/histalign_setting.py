@@ -42,6 +42,8 @@ MEMORIES = ("cache", "trime", "trime_uncredited", *RANKED)
 SPLITS = ("train", "one overlap", "no overlap")
 MEMORY_RATE = 500.0
 """Rate of the memory's log weight, which is in nats, in units of the layers'."""
+GROWTH, BEYOND = 2, 3.0
+"""How often a grid of rates may grow, and by which factor."""
 FORMAT = 2
 """Of what is kept; raised when its meaning changes."""
 STORY = 160
@@ -271,6 +273,21 @@ class MemoryStart:
 
     def head(self, base: Head) -> CacheHead:
         return CacheHead(base, temperature=self.temperature, memory_weight=self.weight, cosine=self.cosine)
+
+
+def losses_by_rate(rates: Sequence[float], loss: Callable[[float], float]) -> dict[float, float]:
+    """The loss at every rate and, while the least stands at an end of several, beyond it."""
+    found = {rate: loss(rate) for rate in sorted(rates)}
+    for _ in range(GROWTH if len(found) > 1 else 0):
+        best = min(found, key=found.__getitem__)
+        if best == min(found):
+            beyond = best / BEYOND
+        elif best == max(found):
+            beyond = best * BEYOND
+        else:
+            break
+        found[beyond] = loss(beyond)
+    return found
 
 
 def cosine_note(start: MemoryStart) -> str:

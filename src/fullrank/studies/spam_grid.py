@@ -8,7 +8,9 @@ ways (`spam_language.py` makes the text):
     equal a symbol    8 sequences of every symbol, whatever V
     equal in all      as many sequences for every V, and so fewer of a symbol the larger it is
 
-Rates are constant, so that what a run has learnt at some tokens or operations does not depend on its length.
+Rates fall to 0 over a run. At a constant rate, as a first version had them, every run stopped at a level that
+the rate sets, whatever the head and however many sequences a symbol had. So a head that has fewer tokens for
+the same operations is held against a softmax of its own for the same tokens, too.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ STATEMENT = Statement(
     hypothesis="With 8 sequences of every symbol softmax of width 64 learns it at every vocabulary, although "
     "it keeps less of the gradient the larger V is; what fails at large V is too few sequences of a symbol. "
     "Mixtures learn it no faster for the same operations.",
-    comparison="Heads against softmax of the same seed for the same operations, and at the tokens where the "
-    "costlier one ends; softmax at one V against the smallest, as a share of log V. Rates tuned for each on "
-    "a quarter of a run, three seeds.",
+    comparison="Heads against softmax of the same seed for the same operations, and against one that is "
+    "given as many tokens as the head had; softmax at one V against the smallest, as a share of log V. Rates "
+    "fall to 0 and are tuned for each on a quarter of a run, three seeds.",
     smallest=0.1,
     rule="Better or worse where the 95% interval over seeds has one sign and the mean is at least the "
     "smallest effect; no difference of interest where it lies within it on both sides; else undecided. Of "
     "vocabularies the smallest effect is 0.05 of log V. A run has learnt where its validation loss is at "
-    "most a tenth of log V.",
+    "most a tenth of log V above the least that there can be, which is log V over the length of a sequence.",
 )
 
 HEADS: Mapping[str, tuple[str, int]] = {
@@ -62,8 +64,11 @@ CELLS = ((8192, 8), (32768, 8), (131072, 8), (8192, 32), (131072, 2))
 SMALL_CELLS = ((256, 8), (512, 8), (256, 16))
 WIDTH, SMALL_WIDTH = 64, 16
 BATCH, SMALL_BATCH = 256, 16
-LEARNT, OF_LOG = 0.1, 0.05
+LEARNT, OF_LOG = 1 / LENGTH + 0.1, 0.05
 """Shares of log V: the loss of a run that has learnt, and the smallest effect between vocabularies."""
+FEW = 0.02
+"""Share of tokens by which two runs may differ and still have equally many."""
+AS_MANY = "softmax for as many tokens as "
 RATES = (4.0, 8.0, 16.0)
 
 
@@ -91,6 +96,7 @@ def _plan(heads: Sequence[str], done: Done, extent: Extent) -> list[Spec]:
     specs: list[Spec] = []
     for text in extent.texts:
         budget = ""
+        rates: dict[str, tuple[str, ...]] = {}
         for label in heads:
             own = within(_of(text, label, extent), budget)
             best, trials = tuned(done, own, RATES)
@@ -102,7 +108,28 @@ def _plan(heads: Sequence[str], done: Done, extent: Extent) -> list[Spec]:
             if not budget:
                 budget = f"flops={whole_flops(done, own, trials):.6g}"
                 own = within(own, budget)
-            specs += seeded(own, extent.seeds, *best)
+            rates[label] = best
+            whole = seeded(own, extent.seeds, *best)
+            specs += whole
+            if label != "softmax":
+                specs += _as_many_tokens(text, label, whole, rates["softmax"], done, extent)
+    return specs
+
+
+def _as_many_tokens(
+    text: Text, label: str, whole: Sequence[Spec], rate: tuple[str, ...], done: Done, extent: Extent
+) -> list[Spec]:
+    """Softmax for the tokens of every run of a head that is done and had fewer than softmax has."""
+    own = _of(text, "softmax", extent)
+    own = dataclasses.replace(own, factors={**own.factors, "head": f"{AS_MANY}{label}"})
+    specs = []
+    for spec in whole:
+        run, plain = done.get(spec.name), done.get(f"{own.name}-seed{spec.seed}")
+        if run is None or plain is None or run.failure or run.tokens >= (1 - FEW) * plain.tokens:
+            continue
+        shorter = within(own, f"tokens={run.tokens}")
+        shorter = dataclasses.replace(shorter, name=f"{own.name}_as_{label}")
+        specs.append(seeded(shorter, extent.seeds, *rate)[spec.seed])
     return specs
 
 
@@ -117,9 +144,9 @@ def _of(text: Text, label: str, extent: Extent) -> Spec:
         name=f"{text.name}-{label}", recipe=recipe, head=head, text=text,
         settings=(
             *settings, f"batch={batch}", f"length={LENGTH}", "body.layers=2", "head.tie=false",
-            f"head.components={components}", "optimiser.schedule=constant",
+            f"head.components={components}", "optimiser.schedule=cosine", "optimiser.final=0",
             # Ten evaluations, whatever a budget makes of the steps.
-            "evaluate_every=0",
+            "evaluate_every=0", *(("evaluate_tokens=2048", "final_tokens=8192") if extent.small else ()),
         ),
         factors={**text.facts, "head": label, "width": str(width)},
     )  # fmt: skip
@@ -134,15 +161,20 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
     found = []
     for (size, copies, head), mine in groups.items():
         where, words = f"V {size}, {copies} sequences a symbol", learnt(list(mine.values()))
+        if head.startswith(AS_MANY):
+            continue
         if head != "softmax":
-            plain = groups.get((size, copies, "softmax"), {})
-            both = [(run, plain[seed]) for seed, run in mine.items() if seed in plain]
-            ways = {
-                "the same operations": [one.curve[-1].loss - other.curve[-1].loss for one, other in both],
-                "the same tokens": [_at_equal_tokens(one, other) for one, other in both],
-            }
-            for way, pairs in ways.items():
-                found.append(_with(compared(f"{head} for {way}: {where}", pairs, STATEMENT.smallest), words))
+            ways = {"operations": "softmax", "tokens": f"{AS_MANY}{head}"}
+            for way, control in ways.items():
+                plain = groups.get((size, copies, control), {})
+                pairs = [
+                    run.curve[-1].loss - plain[seed].curve[-1].loss
+                    for seed, run in mine.items()
+                    if seed in plain
+                ]
+                if pairs:
+                    label = f"{head} for the same {way}: {where}"
+                    found.append(_with(compared(label, pairs, STATEMENT.smallest), words))
             continue
         # Against the smallest V with as many sequences of a symbol, and with as many in all.
         softmax = [arm for arm in groups if arm[2] == head]
@@ -163,18 +195,6 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
 
 def _share(run: GridRun) -> float:
     return run.curve[-1].loss / math.log(int(run.factors["vocabulary"]))
-
-
-def _at_equal_tokens(one: GridRun, other: GridRun) -> float:
-    """The difference of two runs where the shorter one ends."""
-    import numpy as np
-
-    end = min(one.curve[-1].tokens, other.curve[-1].tokens)
-    losses = [
-        float(np.interp(end, [point.tokens for point in run.curve], [point.loss for point in run.curve]))
-        for run in (one, other)
-    ]
-    return losses[0] - losses[1]
 
 
 def learnt(runs: Sequence[GridRun]) -> str:
