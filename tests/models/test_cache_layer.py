@@ -69,7 +69,7 @@ def test_steps_with_a_cache_are_steps_without(
 
 
 @pytest.mark.parametrize(
-    "options", [{"window": 4}, {"base": "mos", "components": 3}, {"base": "doc"}], ids=str
+    "options", [{"window": 4}, {"base": "mos", "components": 3}, {"base": "doc"}, {"cosine": True}], ids=str
 )
 def test_each_step_says_what_the_whole_text_says(
     options: dict[str, Any], tiny_model: Make, ids: Tensor
@@ -156,6 +156,7 @@ def test_a_filled_cache_without_a_memory_is_refused(tiny_model: Make, ids: Tenso
     ("family", "options"),
     [
         ("llama", {}),
+        ("llama", {"cosine": True}),
         pytest.param("gemma2", {"base": "mos", "components": 2}, marks=pytest.mark.slow),
         pytest.param("gptj", {"window": 5}, marks=pytest.mark.slow),
     ],
@@ -167,6 +168,9 @@ def test_the_start_is_the_original_and_it_is_saved_whole(
     original = tiny_model(family)
     model = upgrade(original, "cache", **options)
     assert model.config.origin["kl"] < 1e-4
+    if options.get("cosine"):
+        # Whatever the states' length, a state scores 8 nats against itself.
+        assert model.lm_head.temperature == pytest.approx(model.lm_head.hidden / 8)
     with torch.no_grad():
         before = original(ids).logits.log_softmax(-1)
         start = model(ids).logits

@@ -147,9 +147,11 @@ class CacheHead(Head):
         below = HEADS[base].start_options(start, below)
         if below.pop("bias", False):
             made["bias"] = True
-        states = max(start.weight.shape[1] * start.size**2, 1e-6)
+        width = start.weight.shape[1]
+        # What a state scores against itself at a temperature of 1.
+        itself = width if made.get("cosine") else max(width * start.size**2, 1e-6)
         return {
-            "temperature": states / SHARPNESS,
+            "temperature": itself / SHARPNESS,
             "memory_weight": math.log(SHARE / REMEMBERED) - SHARPNESS,
             "maps": True,
             "normalised": True,
