@@ -59,10 +59,10 @@ def test_repetition_by_hand() -> None:
 
 
 def test_telling_words_come_back() -> None:
-    counts = Counter({"the": 900, "ship": 50, "sailed": 80, "japan": 70, "under": 99, "frigate": 3})
-    prompt = "The frigate sailed to Japan . Under <unk> the Ōsumi sailed ."
-    assert text_metrics.telling(prompt, counts) == {"frigate", "japan", "ōsumi"}
-    assert text_metrics.returned(prompt, "A FRIGATE of Ōsumi", counts) == pytest.approx(2 / 3)
+    counts = Counter({"the": 90_000, "ship": 50, "sailed": 80, "japan": 70, "under": 99, "frigate": 3})
+    prompt = "The frigate sailed to Japan . Under <unk> the Ōsumi sailed to The Ship ."
+    assert text_metrics.telling(prompt, counts) == {"frigate", "japan", "ōsumi", "ship"}
+    assert text_metrics.returned(prompt, "A FRIGATE of Ōsumi", counts) == pytest.approx(2 / 4)
     assert text_metrics.returned("The ship sailed.", "anything", counts) is None
 
 

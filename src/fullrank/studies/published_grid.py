@@ -55,7 +55,7 @@ SHARE, SMALL_SHARE = 1 / 16, 1 / 4
 OURS = (
     "head.as_published=false", "head.unigram=true", "head.centred=false", "optimiser.name=adamw",
     "optimiser.lr=4e-3", "optimiser.weight_decay=0.02", "optimiser.schedule=cosine", "optimiser.warmup=0.03",
-    "optimiser.finetune_epochs=0", "batch=80", "jitter=false", "evaluate_batch=80",
+    "optimiser.finetune_epochs=0", "batch=80", "jitter=false", "evaluate_batch=80", "graph=on",
 )  # fmt: skip
 """What differs from the published recipe."""
 SMALL = (

@@ -30,6 +30,8 @@ from fullrank.models import anatomy, loading
 ORDERS = 4
 RARE = 10
 """Occurrences in the text to train on up to which a word is rare."""
+COMMON = 1e-3
+"""Share of that text from which on a word is no name, as "The" in a title."""
 LEAST_LETTERS = 3
 _WORD = re.compile(r"[^\W_]+")
 
@@ -102,10 +104,10 @@ def distinct(texts: Iterable[str], n: int) -> float:
 def telling(prompt: str, counts: Mapping[str, int]) -> set[str]:
     """Names and rare words of a prompt, in lower case; `counts` of words in the text to train on.
 
-    A name begins with a capital, though no sentence begins with it, or is rare. Words of fewer than three
-    letters, numbers and the unknown word are neither.
+    A name begins with a capital, though no sentence begins with it, and is no common word. Words of fewer
+    than three letters, numbers and the unknown word are neither.
     """
-    found = set()
+    found, common = set(), COMMON * sum(counts.values())
     for match in _WORD.finditer(prompt):
         word = match[0]
         lower = word.lower()
@@ -113,7 +115,8 @@ def telling(prompt: str, counts: Mapping[str, int]) -> set[str]:
             continue
         before = prompt[: match.start()].rstrip(" \"'“(")
         begins = not before or before[-1] in ".!?:;=\n"
-        if (word[0].isupper() and not begins) or counts.get(lower, 0) <= RARE:
+        count = counts.get(lower, 0)
+        if (word[0].isupper() and not begins and count <= common) or count <= RARE:
             found.add(lower)
     return found
 

@@ -44,8 +44,8 @@ def generation_page(record: Generation) -> Page:
     return Page(
         title=f"{TASKS.get(record.task, shown(record.task))} by {shown(record.model)}",
         lead=(
-            f"The last {record.layers} layers are trained under several output layers over "
-            f"{len(record.seeds)} seeds, and write greedily behind {record.prompts} prompts that nothing was "
+            f"The last {record.layers} layers are trained under several output layers with "
+            f"{len(record.seeds)} {'seed' if len(record.seeds) == 1 else 'seeds'}, and write greedily behind {record.prompts} prompts that nothing was "
             "trained on."
         ),
         sections=(_measures(record), _texts(record), _setting(record)),
