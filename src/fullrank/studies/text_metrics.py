@@ -30,8 +30,8 @@ from fullrank.models import anatomy, loading
 ORDERS = 4
 RARE = 10
 """Occurrences in the text to train on up to which a word is rare."""
-COMMON = 1e-3
-"""Share of that text from which on a word is no name, as "The" in a title."""
+COMMON, OFTEN = 1e-3, 1000
+"""Share of that text, and occurrences in it, beyond which a word is no name, as "The" in a title."""
 LEAST_LETTERS = 3
 _WORD = re.compile(r"[^\W_]+")
 
@@ -107,7 +107,7 @@ def telling(prompt: str, counts: Mapping[str, int]) -> set[str]:
     A name begins with a capital, though no sentence begins with it, and is no common word. Words of fewer
     than three letters, numbers and the unknown word are neither.
     """
-    found, common = set(), COMMON * sum(counts.values())
+    found, common = set(), max(OFTEN, COMMON * sum(counts.values()))
     for match in _WORD.finditer(prompt):
         word = match[0]
         lower = word.lower()

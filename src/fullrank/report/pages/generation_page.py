@@ -45,8 +45,8 @@ def generation_page(record: Generation) -> Page:
         title=f"{TASKS.get(record.task, shown(record.task))} by {shown(record.model)}",
         lead=(
             f"The last {record.layers} layers are trained under several output layers with "
-            f"{len(record.seeds)} {'seed' if len(record.seeds) == 1 else 'seeds'}, and write greedily behind {record.prompts} prompts that nothing was "
-            "trained on."
+            f"{len(record.seeds)} {'seed' if len(record.seeds) == 1 else 'seeds'}, and write greedily behind "
+            f"{record.prompts} prompts that nothing was trained on."
         ),
         sections=(_measures(record), _texts(record), _setting(record)),
     )
