@@ -115,7 +115,7 @@ def test_a_prompt_that_is_not_credited_only_weighs_against_its_answer() -> None:
     states, answers = torch.randn(2, 5, 4, dtype=torch.float64), torch.tensor([3, 0])
     targets = torch.full_like(ids, -100)
     targets[:, -1] = answers
-    found = head(states, targets, context=histalign_training._told(ids, answers))
+    found = head(states, targets, context=histalign_training._uncredited(ids, answers))
     scores = (states[:, -1] @ head.decoder.weight.T).exp()
     memory = (states[:, :-1] @ states[:, -1, :, None] / 2).exp().sum((1, 2))
     expected = -(scores[[0, 1], answers] / (scores.sum(1) + memory)).log().mean()

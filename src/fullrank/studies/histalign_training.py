@@ -120,7 +120,7 @@ def _train(
                 answers = batch.pieces[torch.arange(len(batch)), which, 0]
                 targets = torch.full_like(batch.ids, -100)
                 targets[:, -1] = answers
-                context = _told(batch.ids, answers) if method in UNCREDITED else batch.ids
+                context = _uncredited(batch.ids, answers) if method in UNCREDITED else batch.ids
                 with study.upper.mixed():
                     loss, likelihood = _loss(study, head, method, batch.ids, batch.recorded, targets, context)
                 # A batch may be short, for want of prompts of its length: every prompt counts alike.
@@ -172,7 +172,7 @@ def _loss(
     return loss, likelihood.detach()
 
 
-def _told(ids: Tensor, answers: Tensor) -> Tensor:
+def _uncredited(ids: Tensor, answers: Tensor) -> Tensor:
     """Ids [n, time] with another token in place of each row's answer [n]: the memories that hold it still
     weigh against it and are not credited, as where memories are matched through labels that a prompt has
     not."""
