@@ -291,9 +291,13 @@ def test_a_swap_goes_on_for_half_a_run() -> None:
 
 
 def test_heads_that_do_not_exist_or_lack_softmax_are_refused() -> None:
-    for given in ({"heads": ["mos4"]}, {"heads": ["softmax", "mos5"]}, {"widths": [0]}):
-        with pytest.raises(FullrankError, match=r"expected softmax and any of.*plif"):
-            head_grid.study(**given)
+    for given in (["mos4"], ["softmax", "mos5"]):
+        with pytest.raises(
+            FullrankError, match=rf"--heads {' '.join(given)}: expected softmax and any of.*plif"
+        ):
+            head_grid.study(heads=given)
+    with pytest.raises(FullrankError, match=r"--widths 64 0: expected widths of 1 or more"):
+        head_grid.study(widths=[64, 0])
 
 
 @pytest.mark.parametrize("study", [width_grid.WIDTH, head_grid.HEAD, optimiser_grid.OPTIMISER])

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fullrank.errors import FullrankError
 from fullrank.results import Estimate
 from fullrank.results.grid import NATS, GridAnswer, GridRun
 from fullrank.results.series import Curve
@@ -76,6 +77,13 @@ def transformer(
         return "transformer-tiny", settings
     # Narrow bodies gain more from many steps than from large ones.
     return "transformer-14m", (*settings, "batch=16", "evaluate_tokens=65536", "final_tokens=262144")
+
+
+def check_heads(given: Sequence[str], known: Mapping[str, object]) -> None:
+    """Raise unless --heads are none, or softmax and others that a study knows."""
+    if any(label not in known for label in given) or (given and "softmax" not in given):
+        others = ", ".join(label for label in known if label != "softmax")
+        raise FullrankError(f"--heads {' '.join(given)}: expected softmax and any of {others}")
 
 
 def steps_of(settings: Sequence[str]) -> int:

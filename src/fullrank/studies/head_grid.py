@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from fullrank.errors import FullrankError
 from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
-from fullrank.studies.grid_plan import Done, Extent, Spec, compared, steps_of, transformer, tuned
+from fullrank.studies.grid_plan import Done, Extent, Spec, check_heads, compared, steps_of, transformer, tuned
 
 STATEMENT = Statement(
     question="Does a head of high rank make a small transformer better at equal compute, trained from "
@@ -54,12 +54,9 @@ SWAPPED, SMALL_SWAPPED = ("softmax", "mos4", "trunk10"), ("softmax", "mos2")
 
 def study(widths: Sequence[int] = (), heads: Sequence[str] = ()) -> Study:
     """Of some widths and heads, or of all."""
-    unknown = [label for label in heads if label not in HEADS]
-    if unknown or (heads and "softmax" not in heads) or any(width < 1 for width in widths):
-        raise FullrankError(
-            f"--heads {' '.join(heads)} --widths {' '.join(map(str, widths))}: expected softmax and any of "
-            f"{', '.join(label for label in HEADS if label != 'softmax')}, and widths of 1 or more"
-        )
+    check_heads(heads, HEADS)
+    if any(width < 1 for width in widths):
+        raise FullrankError(f"--widths {' '.join(map(str, widths))}: expected widths of 1 or more")
 
     def plan(done: Done, extent: Extent) -> list[Spec]:
         specs: list[Spec] = []

@@ -8,8 +8,8 @@ ways (`spam_language.py` makes the text):
     equal a symbol    8 sequences of every symbol, whatever V
     equal in all      as many sequences for every V, and so fewer of a symbol the larger it is
 
-Rates fall to 0 over a run. At a constant rate, as a first version had them, every run stopped at a level that
-the rate sets, whatever the head and however many sequences a symbol had. So a head that has fewer tokens for
+Rates fall to 0 over a run. At constant ones, as a first version had them, runs of one V stopped at one level,
+whatever the head and however many sequences a symbol had. So a head that has fewer tokens for
 the same operations is held against a softmax of its own for the same tokens, too.
 """
 
@@ -21,7 +21,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fullrank.errors import FullrankError
 from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
 from fullrank.studies.grid_plan import (
@@ -29,6 +28,7 @@ from fullrank.studies.grid_plan import (
     Extent,
     Spec,
     Text,
+    check_heads,
     compared,
     seeded,
     transformer,
@@ -78,12 +78,7 @@ def texts(folder: Path, extent: Extent) -> tuple[Text, ...]:
 
 def study(heads: Sequence[str] = ()) -> Study:
     """Of some heads, or of all."""
-    unknown = [label for label in heads if label not in HEADS]
-    if unknown or (heads and "softmax" not in heads):
-        raise FullrankError(
-            f"--heads {' '.join(heads)}: expected softmax and any of "
-            f"{', '.join(label for label in HEADS if label != 'softmax')}"
-        )
+    check_heads(heads, HEADS)
 
     def plan(done: Done, extent: Extent) -> list[Spec]:
         used = heads or (SMALL_USED if extent.small else USED)
@@ -96,7 +91,7 @@ def _plan(heads: Sequence[str], done: Done, extent: Extent) -> list[Spec]:
     specs: list[Spec] = []
     for text in extent.texts:
         budget = ""
-        rates: dict[str, tuple[str, ...]] = {}
+        plain: tuple[str, ...] = ()
         for label in heads:
             own = within(_of(text, label, extent), budget)
             best, trials = tuned(done, own, RATES)
@@ -108,11 +103,11 @@ def _plan(heads: Sequence[str], done: Done, extent: Extent) -> list[Spec]:
             if not budget:
                 budget = f"flops={whole_flops(done, own, trials):.6g}"
                 own = within(own, budget)
-            rates[label] = best
+            plain = plain or best
             whole = seeded(own, extent.seeds, *best)
             specs += whole
             if label != "softmax":
-                specs += _as_many_tokens(text, label, whole, rates["softmax"], done, extent)
+                specs += _as_many_tokens(text, label, whole, plain, done, extent)
     return specs
 
 
