@@ -67,5 +67,13 @@ def test_a_batch_of_another_shape_goes_without_the_graph_and_is_none_itself(
     one = step(monkeypatch)
     sizes = [2, 2, 2, 1, 2, 2, 2, 1, 2]
     found = [float(one(torch.zeros(size))[0][0]) for size in sizes]
-    # The fourth would be the graph, and has another shape than the third.
-    assert found == [1, 1, 1, 1, 1, 101, 101, 1, 101]
+    # The fourth would be the graph, and no other has had its shape.
+    assert found == [1, 1, 1, 1, 101, 101, 101, 1, 101]
+
+
+def test_there_may_be_graphs_of_several_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = step(monkeypatch)
+    one.graphs = 2
+    sizes = [2, 2, 2, 1, 3, 1, 2, 3, 1, 2]
+    found = [float(one(torch.zeros(size))[0][0]) for size in sizes]
+    assert found == [1, 1, 1, 1, 1, 101, 101, 1, 101, 101]

@@ -53,13 +53,19 @@ def asks_the_device() -> Iterator[list[str]]:
 
 class Step:
     """`update`, which returns what it measures: as one graph, where it `captures`, once kernels are compiled
-    and chosen, two batches in a row had one shape, and unless something in it asks the device. Batches of
-    other shapes, as the last of a text, go without."""
+    and chosen, two batches had one shape, and unless something in it asks the device. There are graphs for
+    as many shapes as `graphs`; batches of others, as the last of a text, go without."""
 
     def __init__(
-        self, update: Update, optimiser: torch.optim.Optimizer, *, captures: bool, remedy: str
+        self,
+        update: Update,
+        optimiser: torch.optim.Optimizer,
+        *,
+        captures: bool,
+        remedy: str,
+        graphs: int = 1,
     ) -> None:
-        self.update, self.optimiser, self.remedy = update, optimiser, remedy
+        self.update, self.optimiser, self.remedy, self.graphs = update, optimiser, remedy, graphs
         self.captures = captures
         """May be set later: a graph takes a while to capture."""
         self.renew()
@@ -67,28 +73,28 @@ class Step:
     def renew(self) -> None:
         """What a graph works on is no longer where it was."""
         self._warm, self._asked = 0, False
-        self._shapes: list[torch.Size] = []
-        """Of the inputs before, and once there is a graph, of its own."""
-        self._captured: CapturedStep | None = None
+        self._met: set[tuple[torch.Size, ...]] = set()
+        """Shapes of inputs since kernels were chosen."""
+        self._captured: dict[tuple[torch.Size, ...], CapturedStep] = {}
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         self._warm += 1
         if not self.captures or self._warm < WARM:
             return self.update(*inputs)
+        shapes = tuple(one.shape for one in inputs)
         if not self._asked:
-            self._asked, self._shapes = True, [one.shape for one in inputs]
+            self._asked = True
+            self._met.add(shapes)
             with asks_the_device() as asked:
                 found = self.update(*inputs)
             self.captures = not asked
             return found
-        shapes = [one.shape for one in inputs]
-        if shapes != self._shapes:
-            if self._captured is None:
-                self._shapes = shapes
-            return self.update(*inputs)
-        if self._captured is None:
-            self._captured = CapturedStep(self.update, self.optimiser, inputs, self.remedy)
-        return self._captured(*inputs)
+        if shapes not in self._captured:
+            if shapes not in self._met or len(self._captured) >= self.graphs:
+                self._met.add(shapes)
+                return self.update(*inputs)
+            self._captured[shapes] = CapturedStep(self.update, self.optimiser, inputs, self.remedy)
+        return self._captured[shapes](*inputs)
 
 
 class CapturedStep:
@@ -99,7 +105,8 @@ class CapturedStep:
     ) -> None:
         self.inputs = tuple(one.clone() for one in inputs)
         for group in optimiser.param_groups:
-            group["lr"] = torch.tensor(float(group["lr"]), device=inputs[0].device)
+            if not isinstance(group["lr"], Tensor):
+                group["lr"] = torch.tensor(float(group["lr"]), device=inputs[0].device)
             group["capturable"] = True
         self.graph = torch.cuda.CUDAGraph()
         try:

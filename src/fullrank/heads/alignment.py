@@ -112,7 +112,7 @@ def ranking(scores: Tensor, seen: Tensor, own: Tensor, likeness: Tensor, margin:
         key = likeness.masked_fill(own, torch.inf).masked_fill(~seen, -torch.inf)
         order = torch.argsort(key, dim=1, descending=True, stable=True)
         rank = torch.empty_like(order).scatter_(
-            1, order, torch.arange(order.shape[1]).to(order).expand_as(order)
+            1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
         )
         offset = scores.masked_fill(~seen, -torch.inf).amax(1, keepdim=True) if scores.shape[1] else scores
         offset = torch.where(torch.isfinite(offset), offset, 0.0)

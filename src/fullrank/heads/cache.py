@@ -47,6 +47,7 @@ from fullrank.heads.store import Store, nearest
 from fullrank.ops import Pointwise, linear_nll
 from fullrank.ops.memory.chunked import memory_logsumexp
 from fullrank.ops.memory.reference import View, masked_logsumexp
+from fullrank.ops.reduce import Copy, capturing
 
 SHARPNESS = 8.0
 """Score of a state against itself in the memory of a cache over a given layer, nats."""
@@ -363,7 +364,10 @@ class CacheHead(Head):
                 f"cache got states of shape {list(states[0].shape)}, expected [batch, time, H] with "
                 "context=input_ids [batch, time]: a token sees the memory of its own sequence alone"
             )
-        if context.is_floating_point() or (not context.is_meta and bool((context >= self.vocab).any())):
+        if context.is_floating_point() or (
+            context.numel() and not context.is_meta and not capturing(context)
+            and int(Copy(context.max()).here()) >= self.vocab
+        ):  # fmt: skip
             raise FullrankError(
                 f"cache got context of {context.dtype} with ids up to {context.max()}, expected whole "
                 f"numbers below V={self.vocab} (negative: padding); check the tokenizer against the head"

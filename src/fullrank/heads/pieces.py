@@ -76,18 +76,23 @@ class CountedTokens:
         if targets.dtype not in (torch.int32, torch.int64):
             raise FullrankError(f"targets are {targets.dtype}, expected int64 or int32 token ids")
         flat = targets.flatten().long()
-        count_targets(flat, vocab, labels.ignore_index)
+        self.found = count_targets(flat, vocab, labels.ignore_index)
         self.shape, self.reduction = targets.shape, labels.reduction
-        self.index = (flat != labels.ignore_index).nonzero()[:, 0]
-        self.targets = flat[self.index]
+        index = self.found.positions
+        self.index = torch.arange(flat.shape[0], device=flat.device) if index is None else index
+        self.targets = self.found.targets[self.index]
         self.share = None if weight is None else weight.flatten()[self.index]
+        if self.found.ignored is not None:
+            # A graph is captured: all are here, and those to ignore weigh nothing.
+            share = torch.ones_like(flat, dtype=torch.float32) if self.share is None else self.share
+            self.share = share.masked_fill(self.found.ignored, 0.0)
 
     def __len__(self) -> int:
         return self.index.shape[0]
 
     def reduce(self, nll: Tensor) -> Tensor:
         """The loss of nll [n]: a scalar, or for "none" one a token in the targets' shape."""
-        loss = reduce_losses(nll, self.share, self.reduction)
+        loss = self.found.nan_if_wrong(reduce_losses(nll, self.share, self.reduction))
         if self.reduction != "none":
             return loss
         return nll.new_zeros(self.shape.numel()).index_copy(0, self.index, loss).view(self.shape)
@@ -105,4 +110,5 @@ class CountedTokens:
             nll[where] = -found.gather(1, self.targets[piece, None])[:, 0]
             argmax[where] = found.argmax(1)
             entropy[where] = torch.special.entr(found.exp()).sum(1)
-        return TokenStats(nll, argmax, entropy)
+        blank = self.found.blank
+        return TokenStats(blank(nll, 0.0), blank(argmax, -1), blank(entropy, 0.0))

@@ -196,16 +196,28 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+class Copy:
+    """Values on the host: `here` waits for what stood before it on the device and for their copy, not for
+    what is launched meanwhile. While a graph is captured there are none."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._here, self._copied = values, None
+        if values.is_cuda and not capturing(values):
+            self._here = values.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.current_stream(values.device).record_event()
+
+    def here(self) -> Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._here
+
+
 class Look:
-    """One look at targets [N]: `tokens` waits for what stood before it on the device and for their copy, not
-    for what is launched meanwhile."""
+    """One look at targets [N], as `Copy` has it."""
 
     def __init__(self, targets: Tensor, V: int, ignore_index: int | None) -> None:
         self.targets, self.V, self.ignore_index = targets, V, ignore_index
-        self._here, self._copied = targets, None
-        if targets.is_cuda and not capturing(targets):
-            self._here = targets.to("cpu", non_blocking=True)
-            self._copied = torch.cuda.current_stream(targets.device).record_event()
+        self._copy = Copy(targets)
 
     def tokens(self) -> Tokens:
         """Raises for a target that no row of W belongs to, naming it."""
@@ -218,9 +230,7 @@ class Look:
         N = targets.shape[0]
         if N == 0:
             return Tokens(targets=targets, count=0)
-        if self._copied is not None:
-            self._copied.synchronize()
-        here, left_out = self._here, 0
+        here, left_out = self._copy.here(), 0
         least, most = (int(end) for end in here.aminmax())
         if ignore_index is not None and least <= ignore_index <= most:
             left_out = int((here == ignore_index).sum())

@@ -32,10 +32,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.fit import checkpoints, collect
+from fullrank.fit.loop import fast_products
 from fullrank.heads import Head
 from fullrank.heads.alignment import MARGIN, alignment_loss
 from fullrank.heads.cache import CacheHead
@@ -44,14 +45,13 @@ from fullrank.results.generation import GeneratedText, Generation, GenerationMet
 from fullrank.studies.generation_tasks import Example, Task
 from fullrank.studies.histalign_setting import (
     COSINE,
-    MEMORY_RATE,
     RANKED,
     cosine_note,
     losses_by_rate,
     memory_start,
 )
-from fullrank.studies.histalign_training import WARM_UP
 from fullrank.studies.upper_layers import UpperLayers
+from fullrank.studies.upper_training import MEMORY_RATE, added, training
 from fullrank.upgrade import upgrade
 
 METHODS = ("base", "softmax", "trime", "histalign", "mos", "trunk_cache")
@@ -63,7 +63,7 @@ CALIBRATED = 16
 """Texts that the memory's start is chosen on."""
 RECORDED = 64
 """Texts that the frozen layers read at once."""
-TOGETHER = 32
+TOGETHER = 128
 """Texts that are generated at once."""
 
 Progress = Callable[[str, float], None]
@@ -231,16 +231,17 @@ class Study:
             for cosine in (False, True)
         }
 
-    def texts(self, examples: Sequence[Example]) -> Texts:
-        """Prompts and texts behind them, padded at the end, and what the frozen layers make of them."""
+    def texts(self, examples: Sequence[Example], width: int = 0) -> Texts:
+        """Prompts and texts behind them, padded at the end, to a width or the longest of them, and what the
+        frozen layers make of them."""
         rows = [self._ids(one) for one in examples]
-        width = max(len(ids) for ids, _ in rows)
+        width = width or max(len(ids) for ids, _ in rows)
         context = torch.full((len(rows), width), -1)
         targets = torch.full((len(rows), width), -100)
         for row, (ids, first) in enumerate(rows):
             context[row, : len(ids)] = torch.tensor(ids)
             targets[row, first - 1 : len(ids) - 1] = torch.tensor(ids[first:], dtype=torch.long)
-        context, targets = context.to(self.device), targets.to(self.device)
+        context, targets = (one.to(self.device, non_blocking=True) for one in (context, targets))
         return Texts(context=context, targets=targets, recorded=self._record(context, examples))
 
     def _ids(self, example: Example) -> tuple[list[int], int]:
@@ -256,10 +257,16 @@ class Study:
         """What enters the trained layers: made once a text, since all methods read the same texts."""
         new = [row for row, one in enumerate(examples) if one not in self._recorded]
         if new:
-            for row, states in zip(new, self.upper.record(context[new].clamp_min(0)), strict=True):
+            with fast_products(self.device):
+                recorded = self.upper.record(context[new].clamp_min(0))
+            for row, states in zip(new, recorded, strict=True):
                 # Without its padding, which nothing before it has seen.
                 self._recorded[examples[row]] = states[: len(self._ids(examples[row])[0])].clone()
-        return nn.utils.rnn.pad_sequence([self._recorded[one] for one in examples], batch_first=True)
+        rows = [self._recorded[one] for one in examples]
+        padded = rows[0].new_zeros(len(rows), context.shape[1], rows[0].shape[1])
+        for row, states in enumerate(rows):
+            padded[row, : len(states)] = states
+        return padded
 
     def _read(self) -> None:
         """The frozen layers over all that is trained on, many texts of about one length at once."""
@@ -301,9 +308,7 @@ class Study:
         finally:
             self._restore()
         facts |= {
-            "added": sum(
-                value.numel() for name, value in head.named_parameters() if not name.startswith("decoder.")
-            ),
+            "added": sum(value.numel() for value in added(head).values()),
             "memory_weight": float(head.memory_weight.detach()) if isinstance(head, CacheHead) else None,
             "seconds": time.process_time() - begun,
         }
@@ -312,50 +317,30 @@ class Study:
 
     def _train(self, head: Head, method: str, seed: int, rate: float) -> None:
         config = self.config
-        own = {name: value for name, value in head.named_parameters() if not name.startswith("decoder.")}
-        weight = own.pop("memory_weight", None)
-        groups: list[dict[str, Any]] = [
-            {"params": [*self.upper.parameters().values(), *own.values()], "lr": rate}
-        ]
-        if weight is not None:
-            groups.append({"params": [weight], "lr": MEMORY_RATE * rate})
-        head.decoder.requires_grad_(False)
-        trained = [parameter for group in groups for parameter in group["params"]]
-        optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
-        peaks = [group["lr"] for group in optimiser.param_groups]
+        # On a GPU of one length, as a graph needs them.
+        width = config.longest if self.device.type == "cuda" else 0
         draw = torch.Generator().manual_seed(seed)
         self._read()
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        try:
+
+        def losses(context: Tensor, targets: Tensor, recorded: Tensor) -> tuple[Tensor, ...]:
+            texts = Texts(context=context, targets=targets, recorded=recorded)
+            states = self.upper.states(texts.ids, recorded)
+            value = _likelihood(head, states, texts)
+            if method in RANKED:
+                cache = cast(CacheHead, head)
+                ranked = alignment_loss(cache, states, targets, context=context, margin=config.margin)
+                value = value + config.align * ranked
+            return (value,)
+
+        with training(self.upper, head, losses, rate=rate, steps=config.steps) as step:
             order: list[int] = []
-            for step in range(config.steps):
+            for _ in range(config.steps):
                 if len(order) < config.batch:
                     order += torch.randperm(len(self.train), generator=draw).tolist()
                 chosen, order = order[: config.batch], order[config.batch :]
-                share = min(1.0, (step + 1) / max(1.0, WARM_UP * config.steps)) * (1 - step / config.steps)
-                for group, peak in zip(optimiser.param_groups, peaks, strict=True):
-                    group["lr"] = peak * share
-                texts = self.texts([self.train[place] for place in chosen])
-                with self.upper.mixed():
-                    states = self.upper.states(texts.ids, texts.recorded)
-                    loss = _likelihood(head, states, texts)
-                    if method in RANKED:
-                        loss = loss + config.align * alignment_loss(
-                            cast(CacheHead, head),
-                            states,
-                            texts.targets,
-                            context=texts.context,
-                            margin=config.margin,
-                        )
-                optimiser.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(trained, 1.0)
-                optimiser.step()
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(False)
-        if not math.isfinite(float(loss.detach())):
+                texts = self.texts([self.train[place] for place in chosen], width)
+                (loss,) = step(texts.context, texts.targets, texts.recorded)
+        if not math.isfinite(float(loss)):
             raise FullrankError(f"training {method} with rate {rate:g} diverged: choose smaller --rates")
 
     @torch.no_grad()
@@ -422,10 +407,7 @@ class Study:
 
 
 def _likelihood(head: Head, states: Tensor, texts: Texts) -> Tensor:
-    if isinstance(head, CacheHead):
-        return cast(Tensor, head(states, texts.targets, context=texts.context))
-    counted = texts.targets >= 0
-    return cast(Tensor, head(states[counted], texts.targets[counted]))
+    return cast(Tensor, head(states, texts.targets, context=texts.context))
 
 
 def _method(

@@ -53,7 +53,6 @@ from fullrank.studies import template_task
 from fullrank.studies.histalign_setting import (
     COSINE,
     KINDS,
-    MEMORY_RATE,
     SPLITS,
     UNTRAINED,
     Config,
@@ -63,6 +62,7 @@ from fullrank.studies.histalign_setting import (
 )
 from fullrank.studies.histalign_training import Found, one
 from fullrank.studies.template_task import Batch
+from fullrank.studies.upper_training import MEMORY_RATE
 
 Progress = Callable[[str, float], None]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.fit import checkpoints, collect, estimates
+from fullrank.fit.loop import fast_products
 from fullrank.heads import Head
 from fullrank.heads.alignment import MARGIN
 from fullrank.heads.cache import CacheHead, of_one_length
@@ -23,6 +24,7 @@ from fullrank.ops.memory.chunked import memory_logsumexp
 from fullrank.studies import names, template_task, templates
 from fullrank.studies.template_task import Batch
 from fullrank.studies.upper_layers import UpperLayers
+from fullrank.studies.upper_training import MEMORY_RATE
 from fullrank.upgrade import upgrade
 
 METHODS = ("base", "cache", "softmax", "trime", "histalign", "histalign_sum", "mos")
@@ -40,8 +42,6 @@ COSINE = ("histalign_cosine",)
 UNCREDITED = ("trime_uncredited", "histalign_uncredited")
 MEMORIES = ("cache", "trime", "trime_uncredited", *RANKED)
 SPLITS = ("train", "one overlap", "no overlap")
-MEMORY_RATE = 500.0
-"""Rate of the memory's log weight, which is in nats, in units of the layers'."""
 GROWTH, BEYOND = 2, 3.0
 """How often a grid of rates may grow, and by which factor."""
 FORMAT = 2
@@ -246,7 +246,8 @@ class Study:
     def _record(self, ids: Tensor, progress: Callable[[float], None]) -> Tensor:
         parts = []
         for place in range(0, len(ids), BODY_BATCH):
-            parts.append(self.upper.record(ids[place : place + BODY_BATCH]))
+            with fast_products(self.device):
+                parts.append(self.upper.record(ids[place : place + BODY_BATCH]))
             progress(min(1.0, (place + BODY_BATCH) / len(ids)))
         return torch.cat(parts) if parts else torch.empty(0)
 

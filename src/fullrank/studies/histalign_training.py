@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.fit import checkpoints
@@ -17,12 +17,11 @@ from fullrank.heads import Head
 from fullrank.heads.alignment import alignment_loss
 from fullrank.heads.cache import CacheHead, of_one_length
 from fullrank.studies import template_task
-from fullrank.studies.histalign_setting import COSINE, MEMORY_RATE, RANKED, UNCREDITED, Study
+from fullrank.studies.histalign_setting import COSINE, RANKED, UNCREDITED, Study
 from fullrank.studies.template_task import Batch
+from fullrank.studies.upper_training import added, training
 from fullrank.theory import least_rank
 
-WARM_UP = 0.1
-"""Share of the steps."""
 JUDGED_PROMPTS = 64
 """At once."""
 
@@ -67,9 +66,7 @@ def one(
     finally:
         study.restore()
     facts |= {
-        "added": sum(
-            value.numel() for name, value in head.named_parameters() if not name.startswith("decoder.")
-        ),
+        "added": sum(value.numel() for value in added(head).values()),
         "last_loss": last,
         "steps": steps,
         "memory_weight": float(head.memory_weight.detach()) if isinstance(head, CacheHead) else None,
@@ -90,57 +87,42 @@ def _train(
     progress: Callable[[float], None],
 ) -> tuple[float, int]:
     """Train upper layers and head: mean loss of the answers over the last epoch, and the steps."""
-    config = study.config
-    layers = study.upper.parameters()
-    own = {name: value for name, value in head.named_parameters() if not name.startswith("decoder.")}
-    weight = own.pop("memory_weight", None)
-    groups = [{"params": [*layers.values(), *own.values()], "lr": rate}]
-    if weight is not None and not config.as_published:
-        groups.append({"params": [weight], "lr": MEMORY_RATE * rate})
-    trained = [parameter for group in groups for parameter in cast(list[nn.Parameter], group["params"])]
-    head.decoder.requires_grad_(False)
-    optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
-    peaks = [group["lr"] for group in optimiser.param_groups]
-    for parameter in trained:
-        parameter.requires_grad_(True)
+    config, device = study.config, study.device
     steps = [list(_order(train, config.batch, seed, epoch)) for epoch in range(config.epochs)]
-    total, step, answered = sum(map(len, steps)), 0, 0
+    total, done, answered = sum(map(len, steps)), 0, 0
     # Of the last epoch; on the device, so that no step waits for it.
-    sums = torch.zeros((), device=study.device)
+    sums = torch.zeros((), device=device)
     draw = torch.Generator().manual_seed(seed)
     windows = _cycle(len(study.training_ids), seed)
-    try:
+
+    def losses(ids: Tensor, recorded: Tensor, answers: Tensor, *text: Tensor) -> tuple[Tensor, ...]:
+        """To train on, and of the answers; `text` is ids of ordinary text and what is recorded of it."""
+        targets = torch.full_like(ids, -100)
+        targets[:, -1] = answers
+        credited = _uncredited(ids, answers) if method in UNCREDITED else ids
+        loss, likelihood = _loss(study, head, method, ids, recorded, targets, credited)
+        # A batch may be short, for want of prompts of its length: every prompt counts alike.
+        loss = loss * (len(ids) / config.batch)
+        if text:
+            ids, recorded = text
+            targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+            loss = loss + _loss(study, head, method, ids, recorded, targets, ids)[0]
+        return loss, likelihood
+
+    with training(study.upper, head, losses, rate=rate, steps=total, weighs=not config.as_published) as step:
         for batches in steps:
             sums, answered = torch.zeros_like(sums), 0
             for batch in batches:
-                share = min(1.0, (step + 1) / max(1.0, WARM_UP * total)) * (1 - step / total)
-                for group, peak in zip(optimiser.param_groups, peaks, strict=True):
-                    group["lr"] = peak * share
-                which = torch.randint(2, (len(batch),), generator=draw)
-                answers = batch.pieces[torch.arange(len(batch)), which, 0]
-                targets = torch.full_like(batch.ids, -100)
-                targets[:, -1] = answers
-                context = _uncredited(batch.ids, answers) if method in UNCREDITED else batch.ids
-                with study.upper.mixed():
-                    loss, likelihood = _loss(study, head, method, batch.ids, batch.recorded, targets, context)
-                # A batch may be short, for want of prompts of its length: every prompt counts alike.
-                loss = loss * (len(batch) / config.batch)
+                which = torch.randint(2, (len(batch), 1), generator=draw).to(device, non_blocking=True)
+                answers = batch.pieces[:, :2, 0].gather(1, which)[:, 0]
+                text: tuple[Tensor, ...] = ()
                 if not config.as_published:
                     place = next(windows)
-                    ids, recorded = study.training_ids[place], study.training[place]
-                    targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
-                    with study.upper.mixed():
-                        loss = loss + _loss(study, head, method, ids, recorded, targets, ids)[0]
-                optimiser.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(trained, 1.0)
-                optimiser.step()
-                step += 1
+                    text = study.training_ids[place], study.training[place]
+                _, likelihood = step(batch.ids, batch.recorded, answers, *text)
+                done += 1
                 sums, answered = sums + likelihood * len(batch), answered + len(batch)
-                progress(step / total)
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(False)
+                progress(done / total)
     found = float(sums) / answered
     if not math.isfinite(found):
         raise FullrankError(f"training {method} with rate {rate:g} diverged: choose smaller --rates")
@@ -152,11 +134,7 @@ def _loss(
 ) -> tuple[Tensor, Tensor]:
     """What is trained on, and its likelihood part, which takes the memories' tokens from ids `credited`."""
     states = study.upper.states(ids, recorded)
-    if isinstance(head, CacheHead):
-        likelihood = cast(Tensor, head(states, targets, context=credited))
-    else:
-        counted = targets >= 0
-        likelihood = cast(Tensor, head(states[counted], targets[counted]))
+    likelihood = cast(Tensor, head(states, targets, context=credited))
     loss = likelihood
     if method in RANKED:
         config = study.config
@@ -169,7 +147,7 @@ def _loss(
             pairs=RANKED[method],
         )
         loss = loss + config.align * ranked
-    return loss, likelihood.detach()
+    return loss, likelihood
 
 
 def _uncredited(ids: Tensor, answers: Tensor) -> Tensor:
