@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -276,6 +277,11 @@ def test_a_model_with_a_learnt_sink(tiny_checkpoint: Build) -> None:
     with quiet():
         torch.manual_seed(0)
         model = GptOssForCausalLM(config).eval()
+    rounded = copy.deepcopy(model).bfloat16()
+    with torch.no_grad():
+        for layer in rounded.model.layers:
+            layer.self_attn.sinks.fill_(3.0)
+    assert measured(rounded).scores == "logarithms of the weights"
     found = measured(model)
     assert found.scores == "logarithms of the weights"
     assert found.difference > 1e-3
@@ -283,6 +289,18 @@ def test_a_model_with_a_learnt_sink(tiny_checkpoint: Build) -> None:
     assert found.by_length[-1].exponent is None
     assert any("does more than a softmax" in note for note in found.notes)
     assert any("sink" in one.reason for one in found.normalisers)
+
+
+def test_rounding_of_large_scores_is_no_other_attention(tiny_checkpoint: Build) -> None:
+    """In bf16 a score of 40 is rounded by an eighth, and weights move by some hundredths."""
+    model = tiny(tiny_checkpoint, "llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(1000)
+    found = measured(model.bfloat16())
+    assert found.difference > capture.HALF_AGREEMENT
+    assert found.scores == "queries and keys"
+    assert not any("does more than a softmax" in note for note in found.notes)
 
 
 def test_models_without_attention_are_told_so(tiny_checkpoint: Build) -> None:

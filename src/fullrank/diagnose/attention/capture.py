@@ -33,7 +33,7 @@ from fullrank.models.loading import quiet
 NAME = "fullrank_watched"
 AGREEMENT = {torch.float32: 1e-4, torch.float64: 1e-8}
 HALF_AGREEMENT = 2e-2
-"""How far recomputed weights may lie from the model's own, by dtype, and in half precision."""
+"""How far recomputed weights may lie from the model's own, by dtype, and in half precision at least."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,7 +165,7 @@ def _seen(
     scores, visible = recomputed(chosen, keys, some, given)
     difference = float((torch.softmax(scores, dim=-1).nan_to_num(0.0) - own).abs().max())
     reach = None
-    if difference <= AGREEMENT.get(query.dtype, HALF_AGREEMENT):
+    if difference <= _allowed(query.dtype, scores.masked_fill(~visible, 0.0)):
         reach = _reach(chosen, keys, scores, visible, given)
     else:
         scores = own.log().masked_fill(~visible, -torch.inf)
@@ -179,6 +179,14 @@ def _seen(
         key_heads=key.shape[1],
         difference=difference,
     )
+
+
+def _allowed(dtype: torch.dtype, scores: Tensor) -> float:
+    """How far recomputed weights may lie from those of a model in this dtype with these scores."""
+    if dtype in AGREEMENT:
+        return AGREEMENT[dtype]
+    # A score is rounded in proportion to its size, which moves a weight by half as much; then the weight is.
+    return max(HALF_AGREEMENT, torch.finfo(dtype).eps * (1 + float(scores.abs().max()) / 2))
 
 
 def _reach(query: Tensor, key: Tensor, scores: Tensor, visible: Tensor, options: dict[str, Any]) -> Tensor:
