@@ -12,7 +12,6 @@ from typing import Any
 from fullrank.errors import FullrankError
 from fullrank.report.charts.corpus_charts import looks
 from fullrank.report.page import Page, html
-from fullrank.report.pages.attention_study_page import attention_study_page
 from fullrank.report.pages.corpus_page import corpora_page, corpus_page
 from fullrank.report.pages.diagnosis_page import comparison_page, diagnosis_page
 from fullrank.report.pages.generation_page import generation_page
@@ -25,7 +24,6 @@ from fullrank.report.pages.upgrade_page import collapse_page, upgrade_page
 from fullrank.report.standalone import Picture, stand_alone
 from fullrank.report.subject import names_of
 from fullrank.results import (
-    AttentionStudy,
     Collapse,
     Corpora,
     Corpus,
@@ -52,7 +50,6 @@ _PAGES: dict[str, Callable[[Any], Page]] = {
     Collapse.kind: collapse_page,
     Corpus.kind: corpus_page,
     Corpora.kind: corpora_page,
-    AttentionStudy.kind: attention_study_page,
     Templates.kind: templates_page,
     Grid.kind: grid_page,
     Generation.kind: generation_page,

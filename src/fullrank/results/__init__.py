@@ -1,6 +1,5 @@
 """Result records, and how they are written and read. Knows no torch."""
 
-from fullrank.results.attention_study import AttentionStudy
 from fullrank.results.corpus import Corpora, Corpus, CorpusCurve, CorpusNull
 from fullrank.results.diagnosis import QUESTIONS, Diagnosis, Estimate
 from fullrank.results.evaluation import Evaluated
@@ -25,7 +24,6 @@ from fullrank.results.upgrade import Collapse, Upgrade
 
 KINDS.update({record.kind: record for record in (Ladder, Diagnosis, Series, Training, Trainings, Evaluated)})
 KINDS.update({record.kind: record for record in (Upgrade, Collapse, Corpus, Corpora)})
-KINDS[AttentionStudy.kind] = AttentionStudy
 KINDS[Templates.kind] = Templates
 KINDS[Grid.kind] = Grid
 KINDS[Generation.kind] = Generation
@@ -33,7 +31,6 @@ KINDS[Generation.kind] = Generation
 __all__ = [
     "KINDS",
     "QUESTIONS",
-    "AttentionStudy",
     "Collapse",
     "Corpora",
     "Corpus",

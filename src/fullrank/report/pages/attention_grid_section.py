@@ -14,10 +14,19 @@ from fullrank.report.charts.curves import Curves, Point, Trace
 from fullrank.report.charts.theme import MODEL_COLOURS, Key
 from fullrank.report.figures import Cell, number
 from fullrank.report.page import Column, Section, Table, draw
-from fullrank.report.pages.attention_study_page import LABELS, label
 from fullrank.report.text import shown
 from fullrank.results import Estimate
 from fullrank.results.grid import Grid, GridRun
+
+LABELS = {
+    "softmax": "softmax",
+    "sparsemax": "sparsemax",
+    "entmax15": "1.5-entmax",
+    "sink": "softmax with a sink",
+    "log_length": "scaled by log length",
+    "sigmoid": "sigmoid",
+}
+"""What a reader sees."""
 
 FOLLOWED = {
     "gradient_norm": (
@@ -33,6 +42,10 @@ FOLLOWED = {
     ),
 }
 """Monitors: title of the section, unit, and what it is."""
+
+
+def label(name: str) -> str:
+    return LABELS.get(name, shown(name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
