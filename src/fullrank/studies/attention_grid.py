@@ -111,7 +111,9 @@ def _of(name: str, temperature: float, extent: Extent) -> Spec:
 
 def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
     whole = [run for run in runs if "trial" not in run.factors]
-    arms = list(dict.fromkeys(map(_arm, whole)))
+    names = list(dict.fromkeys(_arm(run)[0] for run in whole))
+    # Runs stand in the order of their ends.
+    arms = sorted(set(map(_arm, whole)), key=lambda arm: (names.index(arm[0]), float(arm[1])))
     losses: Ends = {(*_arm(run), run.seed): run.valid for run in whole if run.valid is not None}
     lost = {arm: sum(run.valid is None for run in whole if _arm(run) == arm) for arm in arms}
 
@@ -124,7 +126,7 @@ def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
         return dataclasses.replace(found, decision=decision, sentence=words)
 
     found: list[GridAnswer] = []
-    for name in dict.fromkeys(arm[0] for arm in arms):
+    for name in names:
         control = (name, f"{ONE:g}")
         warm = {
             float(arm[1]): against(f"{name}: T {arm[1]} against 1", arm, control)
