@@ -71,3 +71,30 @@ def test_published_perplexities_are_drawn_over_the_minutes_of_their_runs() -> No
     assert "Perplexity over minutes" in [section.title for section in grid_page(record).sections]
     other = dataclasses.replace(record, name="heads")
     assert "Perplexity over minutes" not in [section.title for section in grid_page(other).sections]
+
+
+def test_costs_of_width_stand_over_the_ranks_of_texts() -> None:
+    losses = {
+        ("a", 8): (2.5, 2.7),
+        ("a", 32): (2.0, 2.0),
+        ("b", 8): (3.1,),
+        ("b", 32): (3.0, 2.0),
+        ("c", 8): (1.0,),
+    }
+    ranks = {"a": "40", "b": "10", "c": "20"}
+    runs = tuple(
+        made_by_hand(f"{name}{width}", loss, seed=seed, domain=name, width=str(width), frequent=ranks[name])
+        for (name, width), ends in losses.items()
+        for seed, loss in enumerate(ends)
+    )
+    trial = made_by_hand("trial", 9.0, domain="a", width="8", frequent="40", trial="2")
+    record = dataclasses.replace(grid(), name="domains", runs=(*runs, trial))
+    (section,) = [one for one in grid_page(record).sections if one.identity == "domains"]
+    assert section.chart is not None
+    assert section.table is not None
+    # By rank; c has no wide body, and the seed of b that has no partner is left out.
+    assert [row[0] for row in section.table.rows] == ["b", "a"]
+    cost = section.table.rows[1][-1]
+    assert isinstance(cost, Estimate)
+    assert (cost.value, cost.low, cost.high) == pytest.approx((0.6, 0.5, 0.7))
+    assert section.table.rows[0][1:3] == (10.0, None)

@@ -13,6 +13,7 @@ from fullrank.report.charts.theme import HIGH_RANK_COLOUR, MODEL_COLOURS, REFERE
 from fullrank.report.figures import figure, number
 from fullrank.report.page import Column, Page, Section, Table, draw
 from fullrank.report.pages.attention_grid_section import sections as attention_sections
+from fullrank.report.pages.domain_grid_section import sections as domain_sections
 from fullrank.report.text import shown
 from fullrank.results.grid import Grid, GridAnswer, GridPoint, GridRun
 
@@ -47,6 +48,7 @@ def grid_page(record: Grid) -> Page:
             ),
             *_decided(record),
             *(attention_sections(record) if record.name == "attention" else ()),
+            *(domain_sections(record) if record.name == "domains" else ()),
             *(_timed(record) if record.name == "published" else ()),
             *_curves(record),
             _runs(record),
