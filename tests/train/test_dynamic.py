@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
+from fullrank.fit import captured
 from fullrank.models import FullrankForCausalLM
 from fullrank.train.dynamic import (
     Dynamic,
@@ -257,3 +259,32 @@ def test_impossible_settings(given: dict[str, float]) -> None:
 def test_impossible_published_units() -> None:
     with pytest.raises(FullrankError, match="batches=0"):
         from_published(0.1, 0.1, 0.1, 0, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head", ["softmax", "mos"])
+def test_segments_as_one_graph_are_what_they_are_one_by_one(
+    head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = []
+    made = captured.CapturedStep
+
+    def capture(*given: Any) -> Any:
+        graphs.append(made(*given))
+        return graphs[-1]
+
+    def found() -> tuple[list[Tensor], np.ndarray]:
+        model, settings = lstm(head).cuda(), Dynamic(batch=4, length=5, lr=0.01, decay=0.1)
+        statistics = gradient_rms(model, text(400, 9), eos=EOS, settings=settings, device="cuda")
+        losses = dynamic_losses(model, text(103), statistics, eos=EOS, settings=settings, device="cuda")
+        return statistics, losses
+
+    monkeypatch.setattr(captured, "CapturedStep", capture)
+    statistics, losses = found()
+    assert len(graphs) == 2
+    monkeypatch.setattr(captured, "WARM", 1000)
+    others, plain = found()
+    assert len(graphs) == 2
+    for mine, other in zip(statistics, others, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(losses, plain, rtol=1e-3, atol=1e-4)

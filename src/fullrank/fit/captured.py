@@ -54,12 +54,13 @@ def asks_the_device() -> Iterator[list[str]]:
 class Step:
     """`update`, which returns what it measures: as one graph, where it `captures`, once kernels are compiled
     and chosen, two batches had one shape, and unless something in it asks the device. There are graphs for
-    as many shapes as `graphs`; batches of others, as the last of a text, go without."""
+    as many shapes as `graphs`; batches of others, as the last of a text, go without. An optimiser is one
+    whose rates change."""
 
     def __init__(
         self,
         update: Update,
-        optimiser: torch.optim.Optimizer,
+        optimiser: torch.optim.Optimizer | None,
         *,
         captures: bool,
         remedy: str,
@@ -101,10 +102,10 @@ class CapturedStep:
     """An update whose graph is captured."""
 
     def __init__(
-        self, update: Update, optimiser: torch.optim.Optimizer, inputs: Sequence[Tensor], remedy: str
+        self, update: Update, optimiser: torch.optim.Optimizer | None, inputs: Sequence[Tensor], remedy: str
     ) -> None:
         self.inputs = tuple(one.clone() for one in inputs)
-        for group in optimiser.param_groups:
+        for group in [] if optimiser is None else optimiser.param_groups:
             if not isinstance(group["lr"], Tensor):
                 group["lr"] = torch.tensor(float(group["lr"]), device=inputs[0].device)
             group["capturable"] = True

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from fullrank.errors import FullrankError
+from fullrank.fit.captured import Step, Update
 from fullrank.models import FullrankForCausalLM
 from fullrank.models.anatomy import longest
 from fullrank.train import objective
@@ -152,13 +153,18 @@ def gradient_rms(
     weights = _weights(model)
     sums = [torch.zeros_like(weight) for weight in weights]
     stream, number = _training_batches(model, tokens, eos, settings)
-    seen = 0
+
+    def update(ids: Tensor, targets: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+        _, gradients, following = _step(model, weights, ids, targets, carried)
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.addcmul_(gradient, gradient)
+        return following
+
+    step, seen = _captured(update, device), 0
     carried: tuple[Tensor, ...] = ()
     with gradients_without_dropout(model):
         for ids, targets, fresh in stream:
-            _, gradients, carried = _step(model, weights, ids, targets, () if fresh else carried, device)
-            for total, gradient in zip(sums, gradients, strict=True):
-                total.addcmul_(gradient, gradient)
+            carried = step(*_there(device, ids, targets), *(() if fresh else carried))
             seen += 1
             if progress is not None:
                 progress(min(1.0, seen / number))
@@ -182,19 +188,28 @@ def dynamic_losses(
     rates = _decay_rates(statistics, settings.decay)
     bounds = [rms + settings.epsilon for rms in statistics]
     losses: list[Tensor] = []
+    counted: list[Tensor] = []
     carried: tuple[Tensor, ...] = ()
     done = 0
     with gradients_without_dropout(model), restored(weights) as trained:
-        for ids, targets, fresh in _segments(model, tokens, eos, settings):
-            nll, gradients, carried = _step(model, weights, ids, targets, () if fresh else carried, device)
-            losses.append(nll)
+
+        def update(ids: Tensor, targets: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+            nll, gradients, following = _step(model, weights, ids, targets, carried)
             with torch.no_grad():
                 torch._foreach_lerp_(weights, trained, rates)
                 torch._foreach_addcdiv_(weights, gradients, bounds, value=-settings.lr)
-            done += len(nll)
+            return nll, *following
+
+        step = _captured(update, device)
+        for ids, targets, fresh in _segments(model, tokens, eos, settings):
+            nll, *following = step(*_there(device, ids, targets), *(() if fresh else carried))
+            carried = tuple(following)
+            losses.append(nll.flatten())
+            counted.append((targets != IGNORED).flatten())
+            done += int(counted[-1].sum())
             if progress is not None:
                 progress(done / len(tokens))
-    return torch.cat(losses).float().cpu().numpy()
+    return torch.cat(losses).float().cpu()[torch.cat(counted)].numpy()
 
 
 @contextlib.contextmanager
@@ -268,24 +283,31 @@ def _segments(
         yield ids[None], targets[None], True
 
 
+def _captured(update: Update, device: torch.device | str) -> Step:
+    """An update that is one CUDA graph on a GPU: a segment's kernels are far shorter than their launches."""
+    cuda = torch.device(device).type == "cuda"
+    return Step(update, None, captures=cuda, remedy="run it with --device cpu")
+
+
+def _there(device: torch.device | str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(one.to(device, non_blocking=True) for one in tensors)
+
+
 def _step(
     model: FullrankForCausalLM,
     weights: list[Tensor],
     ids: Tensor,
     targets: Tensor,
     carried: tuple[Tensor, ...],
-    device: torch.device | str,
 ) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
-    """Losses of the counted tokens, gradients of their mean, and what is carried on."""
-    targets = targets.to(device)
-    found = objective.token_losses(model, ids.to(device), targets, carried)
-    counted = targets != IGNORED
+    """Losses of all tokens, gradients of the mean of those that count, and what is carried on."""
+    found = objective.token_losses(model, ids, targets, carried)
     gradients = torch.autograd.grad(
-        found.nll.sum() / counted.sum(), weights, allow_unused=True, materialize_grads=True
+        found.nll.sum() / (targets != IGNORED).sum(), weights, allow_unused=True, materialize_grads=True
     )
     # Gradients end at the segment's start.
     carried = tuple(tensor.detach() for tensor in found.carried)
-    return found.nll.detach()[counted], list(gradients), carried
+    return found.nll.detach(), list(gradients), carried
 
 
 def _decay_rates(statistics: list[Tensor], decay: float) -> list[Tensor]:
