@@ -17,6 +17,7 @@ from fullrank.models import loading
 from fullrank.results import Templates
 from fullrank.studies import histalign, histalign_training
 from fullrank.studies.histalign_setting import ABLATIONS, METHODS, Config, Study, losses_by_rate
+from fullrank.studies.upper_training import DivergedError
 
 SMALL = Config(
     methods=(*METHODS, *ABLATIONS), seeds=(0,), rates=(1e-4, 3e-4),
@@ -106,6 +107,20 @@ def test_a_grid_of_rates_grows_where_its_end_is_best() -> None:
     # Within the grid, and where there is no grid, nothing is added.
     assert list(losses_by_rate((1.0, 2.0, 4.0), lambda rate: loss(2.0, rate))) == [1.0, 2.0, 4.0]
     assert list(losses_by_rate((1.0,), lambda rate: loss(9.0, rate))) == [1.0]
+
+
+def test_a_rate_that_diverges_is_no_best_one() -> None:
+    def loss(least: float, rate: float) -> float:
+        if rate > least:
+            raise DivergedError("trime", rate)
+        return -rate
+
+    assert list(losses_by_rate((1.0, 3.0, 9.0), lambda rate: loss(3.0, rate))) == [1.0, 3.0]
+    # Beyond the grid too, on either side.
+    assert list(losses_by_rate((1.0, 3.0), lambda rate: loss(9.0, rate))) == [1.0, 3.0, 9.0]
+    assert list(losses_by_rate((1.0, 3.0), lambda rate: loss(0.4, rate))) == pytest.approx([1 / 3, 1 / 9])
+    with pytest.raises(DivergedError, match=r"rate 1 diverged: choose smaller --rates"):
+        losses_by_rate((1.0,), lambda rate: loss(0.1, rate))
 
 
 def test_a_prompt_that_is_not_credited_only_weighs_against_its_answer() -> None:

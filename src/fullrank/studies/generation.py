@@ -51,7 +51,7 @@ from fullrank.studies.histalign_setting import (
     memory_start,
 )
 from fullrank.studies.upper_layers import UpperLayers
-from fullrank.studies.upper_training import MEMORY_RATE, added, training
+from fullrank.studies.upper_training import MEMORY_RATE, DivergedError, added, training
 from fullrank.upgrade import upgrade
 
 METHODS = ("base", "softmax", "trime", "histalign", "mos", "trunk_cache")
@@ -341,7 +341,7 @@ class Study:
                 texts = self.texts([self.train[place] for place in chosen], width)
                 (loss,) = step(texts.context, texts.targets, texts.recorded)
         if not math.isfinite(float(loss)):
-            raise FullrankError(f"training {method} with rate {rate:g} diverged: choose smaller --rates")
+            raise DivergedError(method, rate)
 
     @torch.no_grad()
     def loss(self, head: Head, examples: Sequence[Example]) -> float:

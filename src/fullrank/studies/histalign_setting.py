@@ -24,7 +24,7 @@ from fullrank.ops.memory.chunked import memory_logsumexp
 from fullrank.studies import names, template_task, templates
 from fullrank.studies.template_task import Batch
 from fullrank.studies.upper_layers import UpperLayers
-from fullrank.studies.upper_training import MEMORY_RATE
+from fullrank.studies.upper_training import MEMORY_RATE, DivergedError
 from fullrank.upgrade import upgrade
 
 METHODS = ("base", "cache", "softmax", "trime", "histalign", "histalign_sum", "mos")
@@ -42,7 +42,7 @@ COSINE = ("histalign_cosine",)
 UNCREDITED = ("trime_uncredited", "histalign_uncredited")
 MEMORIES = ("cache", "trime", "trime_uncredited", *RANKED)
 SPLITS = ("train", "one overlap", "no overlap")
-GROWTH, BEYOND = 2, 3.0
+GROWTH, BEYOND = 4, 3.0
 """How often a grid of rates may grow, and by which factor."""
 FORMAT = 2
 """Of what is kept; raised when its meaning changes."""
@@ -277,18 +277,32 @@ class MemoryStart:
 
 
 def losses_by_rate(rates: Sequence[float], loss: Callable[[float], float]) -> dict[float, float]:
-    """The loss at every rate and, while the least stands at an end of several, beyond it."""
-    found = {rate: loss(rate) for rate in sorted(rates)}
+    """The loss at every rate and, while the least stands at an end of several, beyond it; without those that
+    diverge, of which there are some that do not."""
+    found: dict[float, float] = {}
+    last: DivergedError | None = None
+
+    def ask(rate: float) -> None:
+        nonlocal last
+        try:
+            found[rate] = loss(rate)
+        except DivergedError as error:
+            found[rate], last = math.inf, error
+
+    for rate in sorted(rates):
+        ask(rate)
     for _ in range(GROWTH if len(found) > 1 else 0):
         best = min(found, key=found.__getitem__)
         if best == min(found):
-            beyond = best / BEYOND
+            ask(best / BEYOND)
         elif best == max(found):
-            beyond = best * BEYOND
+            ask(best * BEYOND)
         else:
             break
-        found[beyond] = loss(beyond)
-    return found
+    ended = {rate: value for rate, value in found.items() if math.isfinite(value)}
+    if last is not None and not ended:
+        raise last
+    return ended
 
 
 def cosine_note(start: MemoryStart) -> str:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fullrank.errors import FullrankError
 from fullrank.fit import checkpoints
 from fullrank.heads import Head
 from fullrank.heads.alignment import alignment_loss
@@ -19,7 +18,7 @@ from fullrank.heads.cache import CacheHead, of_one_length
 from fullrank.studies import template_task
 from fullrank.studies.histalign_setting import COSINE, RANKED, UNCREDITED, Study
 from fullrank.studies.template_task import Batch
-from fullrank.studies.upper_training import added, training
+from fullrank.studies.upper_training import DivergedError, added, training
 from fullrank.theory import least_rank
 
 JUDGED_PROMPTS = 64
@@ -125,7 +124,7 @@ def _train(
                 progress(done / total)
     found = float(sums) / answered
     if not math.isfinite(found):
-        raise FullrankError(f"training {method} with rate {rate:g} diverged: choose smaller --rates")
+        raise DivergedError(method, rate)
     return found, total
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from fullrank.errors import FullrankError
 from fullrank.fit.captured import Step, can_capture
 from fullrank.fit.optimiser import set_rate
 from fullrank.heads import Head
@@ -25,6 +26,13 @@ GRAPHS = 16
 """Shapes of inputs, at most, that are graphs."""
 
 Losses = Callable[..., tuple[Tensor, ...]]
+
+
+class DivergedError(FullrankError):
+    """A training whose loss is no number."""
+
+    def __init__(self, method: str, rate: float) -> None:
+        super().__init__(f"training {method} with rate {rate:g} diverged: choose smaller --rates")
 
 
 def added(head: Head) -> dict[str, nn.Parameter]:
