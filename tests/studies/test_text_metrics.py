@@ -69,17 +69,17 @@ def test_telling_words_come_back() -> None:
 @torch.no_grad()
 def test_judged_loss_is_that_of_the_tokens_behind_the_prompt(word_model: Path) -> None:
     judge = loading.load(word_model)
-    found = text_metrics.judged_loss(judge, "Paris is in", " France and")
-    before = judge.tokenizer("Paris is in")["input_ids"]
-    after = judge.tokenizer(" France and", add_special_tokens=False)["input_ids"]
-    ids = torch.tensor([before + after])
-    log_probs = judge.model(ids).logits[0].log_softmax(-1)
-    losses = [-float(log_probs[len(before) - 1 + place, token]) for place, token in enumerate(after)]
-    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    assert text_metrics.judged_loss(judge, "Paris", "") is None
-    longer = text_metrics.judged_loss(judge, "Paris", " France" * 400)
-    assert longer is not None
-    assert math.isfinite(longer)
+    texts = {"Paris is in": " France and", "Paris": "", "They spent it": " in Japan", "In": " France" * 400}
+    found = text_metrics.judged_losses(judge, list(texts), list(texts.values()))
+    assert found[1] is None
+    assert found[3] is not None
+    assert math.isfinite(found[3])
+    for prompt, loss in (("Paris is in", found[0]), ("They spent it", found[2])):
+        before = judge.tokenizer(prompt)["input_ids"]
+        after = judge.tokenizer(texts[prompt], add_special_tokens=False)["input_ids"]
+        log_probs = judge.model(torch.tensor([before + after])).logits[0].log_softmax(-1)
+        losses = [-float(log_probs[len(before) - 1 + place, token]) for place, token in enumerate(after)]
+        assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
 def test_articles(tmp_path: Path) -> None:

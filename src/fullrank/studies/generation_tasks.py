@@ -179,10 +179,7 @@ def pieces(text: str, spans: Sequence[tuple[int, int, str]]) -> tuple[Piece, ...
 def _judged(judge: loading.Loaded | None, prompts: Sequence[str], texts: Sequence[str]) -> dict[str, float]:
     if judge is None:
         return {}
-    losses = [
-        text_metrics.judged_loss(judge, prompt, f" {text}") if text else None
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
+    losses = text_metrics.judged_losses(judge, prompts, [f" {text}" if text else "" for text in texts])
     counted = [loss for loss in losses if loss is not None]
     return {"judge's loss": statistics.fmean(counted)} if counted else {}
 

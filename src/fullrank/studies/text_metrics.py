@@ -20,9 +20,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.models import anatomy, loading
@@ -33,6 +34,8 @@ RARE = 10
 COMMON, OFTEN = 1e-3, 1000
 """Share of that text, and occurrences in it, beyond which a word is no name, as "The" in a title."""
 LEAST_LETTERS = 3
+TOGETHER = 16
+"""Texts that are judged at once."""
 _WORD = re.compile(r"[^\W_]+")
 
 
@@ -128,20 +131,34 @@ def returned(prompt: str, text: str, counts: Mapping[str, int]) -> float | None:
 
 
 @torch.no_grad()
-def judged_loss(judge: loading.Loaded, prompt: str, text: str) -> float | None:
-    """Nats per token of `text` behind `prompt` under another model; None where it has no token.
+def judged_losses(judge: loading.Loaded, prompts: Sequence[str], texts: Sequence[str]) -> list[float | None]:
+    """Nats per token of each text behind its prompt under another model; None where it has no token.
 
     Of a text that is longer than the judge's context the end is read.
     """
-    tokenizer: Any = judge.tokenizer
-    before = list(tokenizer(prompt, verbose=False)["input_ids"])
-    after = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    tokenizer, model = cast(Any, judge.tokenizer), cast(Any, judge.model)
     context = anatomy.longest(judge.model)
-    ids = (before + after)[-context:] if context else before + after
-    counted = min(len(after), len(ids) - 1)
-    if counted < 1:
-        return None
-    model: Any = judge.model
-    read = torch.tensor([ids], device=model.device)
-    scores = model(input_ids=read[:, :-1]).logits[0, -counted:].float()
-    return float(torch.nn.functional.cross_entropy(scores, read[0, -counted:]))
+    rows: list[tuple[Tensor, int]] = []
+    """Ids, and how many at their end count."""
+    for prompt, text in zip(prompts, texts, strict=True):
+        before = list(tokenizer(prompt, verbose=False)["input_ids"])
+        after = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = (before + after)[-context:] if context else before + after
+        rows.append((torch.tensor(ids), min(len(after), len(ids) - 1)))
+    found: list[float | None] = [None] * len(rows)
+    # Those of about one length at once, padded at the end, which nothing before it sees.
+    order = sorted(
+        (place for place, (_, counted) in enumerate(rows) if counted > 0),
+        key=lambda place: len(rows[place][0]),
+    )
+    for start in range(0, len(order), TOGETHER):
+        some = order[start : start + TOGETHER]
+        padded = nn.utils.rnn.pad_sequence([rows[place][0] for place in some], batch_first=True)
+        scores = model(input_ids=padded[:, :-1].to(model.device)).logits
+        for row, place in enumerate(some):
+            read, counted = rows[place]
+            last = slice(len(read) - 1 - counted, len(read) - 1)
+            found[place] = float(
+                nn.functional.cross_entropy(scores[row, last].float(), read[-counted:].to(scores.device))
+            )
+    return found
