@@ -106,7 +106,7 @@ def test_texts_count_behind_their_prompt(
 ) -> None:
     study = Study(loaded, task, SMALL, tmp_path)
     examples = [task.train[0], task.train[1]]
-    texts = study.texts(examples)
+    texts = study.texts.of(examples)
     for row, one in enumerate(examples):
         ids = texts.context[row][texts.context[row] >= 0]
         counted = texts.targets[row][texts.targets[row] >= 0]

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fullrank.report.charts.picture import Specification, inline, missing, printable, svg
 from fullrank.report.charts.theme import DARK, NARROW, WIDE, Key
@@ -149,6 +149,24 @@ def draw(
         return inline(svg(specification(*records, width=width), name=name, description=description))
 
     return Chart(wide=drawn(WIDE), narrow=drawn(NARROW), legend=legend)
+
+
+class Drawable(Protocol):
+    """A picture with axes, which may hold nothing of it."""
+
+    @property
+    def legend(self) -> tuple[Key, ...]: ...
+
+    def drawable(self) -> bool: ...
+
+    def specification(self, *, width: int) -> Specification: ...
+
+
+def chart_of(picture: Drawable, *, name: str, description: str) -> Chart | None:
+    """The picture as a chart; None where nothing of it has a place on its axes."""
+    if not picture.drawable():
+        return None
+    return draw(picture.specification, name=name, description=description, legend=picture.legend)
 
 
 _HERE = Path(__file__).parent

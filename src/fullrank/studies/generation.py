@@ -36,7 +36,6 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.fit import checkpoints, collect
-from fullrank.fit.loop import fast_products
 from fullrank.heads import Head
 from fullrank.heads.alignment import MARGIN, alignment_loss
 from fullrank.heads.cache import CacheHead
@@ -50,6 +49,7 @@ from fullrank.studies.histalign_setting import (
     losses_by_rate,
     memory_start,
 )
+from fullrank.studies.recorded_texts import RecordedTexts, Texts
 from fullrank.studies.upper_layers import UpperLayers
 from fullrank.studies.upper_training import MEMORY_RATE, DivergedError, added, training
 from fullrank.upgrade import upgrade
@@ -61,8 +61,6 @@ FORMAT = 3
 """Of what is kept; raised when its meaning changes."""
 CALIBRATED = 16
 """Texts that the memory's start is chosen on."""
-RECORDED = 64
-"""Texts that the frozen layers read at once."""
 TOGETHER = 128
 """Texts that are generated at once."""
 
@@ -110,22 +108,6 @@ class Config:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Texts:
-    """Texts of one length after padding at their end, which nothing before it sees."""
-
-    context: Tensor
-    """[n, time] ids, -1 under padding."""
-    targets: Tensor
-    """[n, time] the next ids; -100 in the prompt and under padding."""
-    recorded: Tensor
-    """[n, time, H] what enters the layers that are trained."""
-
-    @property
-    def ids(self) -> Tensor:
-        return self.context.clamp_min(0)
-
-
 def run(
     loaded: loading.Loaded,
     task: Task,
@@ -142,22 +124,11 @@ def run(
     study = Study(loaded, task, config, directory, judge, files)
     methods = []
     for place, method in enumerate(config.methods):
-        share = place / len(config.methods)
-        losses: dict[float, float] = {}
-        if method != "base":
 
-            def loss(rate: float, method: str = method, share: float = share) -> float:
-                progress(f"training: {method}, rate {rate:g}", share)
-                return float(study.one(method, config.seeds[0], rate)["development"])
+        def say(words: str, share: float, place: int = place) -> None:
+            progress(words, (place + share) / len(config.methods))
 
-            losses = losses_by_rate(config.rates, loss)
-        best = min(losses, key=losses.__getitem__) if losses else None
-        found = []
-        for seed in config.seeds:
-            progress(f"training: {method}, seed {seed}", share)
-            found.append(study.one(method, seed, best))
-        tried = {f"{rate:g}": loss for rate, loss in losses.items()}
-        methods.append(_method(study, method, best, tried, found))
+        methods.append(_method(study, method, *_trained(study, method, say)))
     layers = study.upper.parameters().values()
     test = study.test
     return Generation(
@@ -204,9 +175,7 @@ class Study:
         self.device = self.plain.device
         self.upper = UpperLayers(self.plain, anatomy.examine(loaded).blocks, config.layers)
         self.start = checkpoints.weights(self.upper.parameters())
-        self._cut: dict[Example, tuple[list[int], int]] = {}
-        self._recorded: dict[Example, Tensor] = {}
-        """By text [time, H]."""
+        self.texts = RecordedTexts(loaded, self.upper, config.longest)
         self.test = task.test[: config.prompts]
         self.prompts = [sampling.prompt_ids(loaded, one.prompt) for one in self.test]
         order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(0)).tolist()
@@ -221,7 +190,7 @@ class Study:
             [FORMAT, loaded.fingerprint, task.name, task.sha256, judge, MEMORY_RATE, CALIBRATED],
             windows.ids,
         )
-        calibrated = self.texts(self.train[:CALIBRATED])
+        calibrated = self.texts.of(self.train[:CALIBRATED])
         with torch.no_grad():
             states = self.upper.states(calibrated.ids, calibrated.recorded)
         self.memory = {
@@ -230,51 +199,6 @@ class Study:
             )
             for cosine in (False, True)
         }
-
-    def texts(self, examples: Sequence[Example], width: int = 0) -> Texts:
-        """Prompts and texts behind them, padded at the end, to a width or the longest of them, and what the
-        frozen layers make of them."""
-        rows = [self._ids(one) for one in examples]
-        width = width or max(len(ids) for ids, _ in rows)
-        context = torch.full((len(rows), width), -1)
-        targets = torch.full((len(rows), width), -100)
-        for row, (ids, first) in enumerate(rows):
-            context[row, : len(ids)] = torch.tensor(ids)
-            targets[row, first - 1 : len(ids) - 1] = torch.tensor(ids[first:], dtype=torch.long)
-        context, targets = (one.to(self.device, non_blocking=True) for one in (context, targets))
-        return Texts(context=context, targets=targets, recorded=self._record(context, examples))
-
-    def _ids(self, example: Example) -> tuple[list[int], int]:
-        """Of prompt and text, and how many are the prompt's; made once a text."""
-        if example not in self._cut:
-            tokenizer: Any = self.loaded.tokenizer
-            prompt = sampling.prompt_ids(self.loaded, example.prompt)
-            text = list(tokenizer(example.text, add_special_tokens=False, verbose=False)["input_ids"])
-            self._cut[example] = (prompt + text)[: self.config.longest], len(prompt)
-        return self._cut[example]
-
-    def _record(self, context: Tensor, examples: Sequence[Example]) -> Tensor:
-        """What enters the trained layers: made once a text, since all methods read the same texts."""
-        new = [row for row, one in enumerate(examples) if one not in self._recorded]
-        if new:
-            with fast_products(self.device):
-                recorded = self.upper.record(context[new].clamp_min(0))
-            for row, states in zip(new, recorded, strict=True):
-                # Without its padding, which nothing before it has seen.
-                self._recorded[examples[row]] = states[: len(self._ids(examples[row])[0])].clone()
-        rows = [self._recorded[one] for one in examples]
-        padded = rows[0].new_zeros(len(rows), context.shape[1], rows[0].shape[1])
-        for row, states in enumerate(rows):
-            padded[row, : len(states)] = states
-        return padded
-
-    def _read(self) -> None:
-        """The frozen layers over all that is trained on, many texts of about one length at once."""
-        ordered = sorted(dict.fromkeys(self.train), key=lambda one: len(self._ids(one)[0]))
-        for start in range(0, len(ordered), RECORDED):
-            some = ordered[start : start + RECORDED]
-            if any(one not in self._recorded for one in some):
-                self.texts(some)
 
     def head(self, method: str, seed: int) -> Head:
         """The output layer of a method, with the model's own matrix; the same distribution but for memory."""
@@ -320,7 +244,7 @@ class Study:
         # On a GPU of one length, as a graph needs them.
         width = config.longest if self.device.type == "cuda" else 0
         draw = torch.Generator().manual_seed(seed)
-        self._read()
+        self.texts.read(self.train)
 
         def losses(context: Tensor, targets: Tensor, recorded: Tensor) -> tuple[Tensor, ...]:
             texts = Texts(context=context, targets=targets, recorded=recorded)
@@ -338,7 +262,7 @@ class Study:
                 if len(order) < config.batch:
                     order += torch.randperm(len(self.train), generator=draw).tolist()
                 chosen, order = order[: config.batch], order[config.batch :]
-                texts = self.texts([self.train[place] for place in chosen], width)
+                texts = self.texts.of([self.train[place] for place in chosen], width)
                 (loss,) = step(texts.context, texts.targets, texts.recorded)
         if not math.isfinite(float(loss)):
             raise DivergedError(method, rate)
@@ -348,7 +272,7 @@ class Study:
         """Nats per token of people's texts behind their prompts."""
         total, count = 0.0, 0
         for start in range(0, len(examples), self.config.batch):
-            texts = self.texts(examples[start : start + self.config.batch])
+            texts = self.texts.of(examples[start : start + self.config.batch])
             counted = int((texts.targets >= 0).sum())
             states = self.upper.states(texts.ids, texts.recorded)
             total += float(_likelihood(head, states, texts)) * counted
@@ -410,15 +334,39 @@ def _likelihood(head: Head, states: Tensor, texts: Texts) -> Tensor:
     return cast(Tensor, head(states, texts.targets, context=texts.context))
 
 
+def _trained(
+    study: Study, method: str, progress: Progress
+) -> tuple[dict[float, float], list[dict[str, Any]]]:
+    """Development losses of the rates that were tried, and the trainings of all seeds with the best."""
+    config = study.config
+    # A grid that grows has more trainings.
+    planned, done = len(config.rates) + len(config.seeds), 0
+
+    def one(seed: int, rate: float | None, words: str) -> dict[str, Any]:
+        nonlocal done
+        progress(f"training: {method}, {words}", min(done / planned, 1.0))
+        done += 1
+        return study.one(method, seed, rate)
+
+    losses = {}
+    if method != "base":
+        first = config.seeds[0]
+        losses = losses_by_rate(
+            config.rates, lambda rate: float(one(first, rate, f"rate {rate:g}")["development"])
+        )
+    best = min(losses, key=losses.__getitem__) if losses else None
+    return losses, [one(seed, best, f"seed {seed}") for seed in config.seeds]
+
+
 def _method(
-    study: Study, method: str, rate: float | None, tried: dict[str, float], found: Sequence[dict[str, Any]]
+    study: Study, method: str, losses: dict[float, float], found: Sequence[dict[str, Any]]
 ) -> GenerationMethod:
     weights = [one["memory_weight"] for one in found if one["memory_weight"] is not None]
     return GenerationMethod(
         method=method,
         added=found[0]["added"],
-        rate=rate,
-        tried=tried,
+        rate=min(losses, key=losses.__getitem__) if losses else None,
+        tried={f"{rate:g}": loss for rate, loss in losses.items()},
         losses=tuple(one["loss"] for one in found),
         ordinary=tuple(one["ordinary"] for one in found),
         scores={

@@ -12,7 +12,7 @@ import textwrap
 from typing import Any
 
 from fullrank.report.charts.picture import Specification
-from fullrank.report.charts.theme import SOFTMAX_COLOUR, WIDE, configuration
+from fullrank.report.charts.theme import SOFTMAX_COLOUR, WIDE, Key, configuration
 
 # So many cells can each tell their figure on hovering before a page grows by megabytes.
 MOST_TOLD = 1500
@@ -44,6 +44,7 @@ class Maps:
     maps: tuple[Map, ...]
     column_title: str
     row_title: str
+    legend: tuple[Key, ...] = ()
 
     def drawable(self) -> bool:
         cells = [cell for one in self.maps for cell in self._cells(one)]

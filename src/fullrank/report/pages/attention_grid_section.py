@@ -13,7 +13,7 @@ from fullrank.report.charts.axis import Axis
 from fullrank.report.charts.curves import Curves, Point, Trace
 from fullrank.report.charts.theme import MODEL_COLOURS, Key
 from fullrank.report.figures import Cell, number
-from fullrank.report.page import Column, Section, Table, draw
+from fullrank.report.page import Column, Section, Table, chart_of, draw
 from fullrank.report.text import shown
 from fullrank.results import Estimate
 from fullrank.results.grid import Grid, GridRun
@@ -113,12 +113,10 @@ def over_temperatures(arms: Sequence[_Arm]) -> Curves:
 
 def _loss(arms: Sequence[_Arm]) -> Section:
     picture = over_temperatures(arms)
-    chart = None
-    if picture.drawable():
-        chart = draw(
-            picture.specification, name="Validation loss over temperatures of attention",
-            description="The figures are in the table below.", legend=picture.legend,
-        )  # fmt: skip
+    chart = chart_of(
+        picture, name="Validation loss over temperatures of attention",
+        description="The figures are in the table below.",
+    )  # fmt: skip
     rows: list[tuple[Cell, ...]] = []
     for name in _names(arms):
         for arm in arms:

@@ -14,7 +14,7 @@ from fullrank.report.charts.curves import Curves, Point, Reference, Trace
 from fullrank.report.charts.heat import Cell, Map, Maps
 from fullrank.report.charts.theme import HIGH_RANK_COLOUR, MUTED, REFERENCE, SOFTMAX_COLOUR, Key
 from fullrank.report.figures import number, percent, whole, with_interval
-from fullrank.report.page import Chart, Section, draw
+from fullrank.report.page import Chart, Drawable, Section, chart_of
 from fullrank.report.pages import attention_tables as tables
 from fullrank.report.pages import attention_words as words
 from fullrank.report.subject import Subject
@@ -60,7 +60,7 @@ def _sections(found: Attention, name: str) -> tuple[Section, ...]:
 
 def _heads(found: Attention, title: str, identity: str) -> Section:
     maps = Maps(maps=tuple(_maps(found)), column_title="layer", row_title="head")
-    drawable = maps.drawable()
+    chart = _chart(maps, title)
     return Section(
         title=title,
         identity=identity,
@@ -70,18 +70,16 @@ def _heads(found: Attention, title: str, identity: str) -> Section:
             *(shown(note, 500) for note in found.notes),
             words.HEADS_READING,
         ),
-        chart=_chart(maps.specification, title) if drawable else None,
-        notes=() if drawable else ("There is nothing to draw: no head has a figure, or there are too many.",),
+        chart=chart,
+        notes=() if chart else ("There is nothing to draw: no head has a figure, or there are too many.",),
         definition=words.HEADS_DEFINITION,
         table=tables.by_length(found.by_length),
         more_tables=tables.by_head(found),
     )
 
 
-def _chart(
-    specification: Callable[..., dict[str, object]], title: str, legend: tuple[Key, ...] = ()
-) -> Chart:
-    return draw(specification, name=title, description="All figures are in the tables below.", legend=legend)
+def _chart(picture: Drawable, title: str) -> Chart | None:
+    return chart_of(picture, name=title, description="All figures are in the tables below.")
 
 
 def _maps(found: Attention) -> list[Map]:
@@ -225,13 +223,13 @@ def _sets(found: Attention, title: str, identity: str) -> Section:
         horizontal=tuple(Reference(value=value, colour=REFERENCE, style="dotted") for value in PUBLISHED),
         legend=tuple(keys),
     )
-    drawable = curves.drawable()
+    chart = _chart(curves, title)
     return Section(
         title=title,
         identity=identity,
         text=(*_separable_words(found, longest), _critical_words(found), words.SETS_READING),
-        chart=_chart(curves.specification, title, curves.legend) if drawable else None,
-        notes=() if drawable else ("There is nothing to draw: no figure has a place on the axes.",),
+        chart=chart,
+        notes=() if chart else ("There is nothing to draw: no figure has a place on the axes.",),
         definition=words.SETS_DEFINITION,
         table=tables.by_size(found.by_size),
         more_tables=tables.tests(found),
@@ -330,7 +328,7 @@ def _sensitivity(found: Attention, title: str, identity: str) -> Section:
             Key(label="the same, largest head", colour=HIGH_RANK_COLOUR, mark="dashed"),
         ),
     )
-    drawable = curves.drawable()
+    chart = _chart(curves, title)
     usual = [one for one in points if one.temperature == 1.0]
     sentence = (
         f"At the model’s own temperature the exact spectral norm is {number(usual[0].exact)} on average and "
@@ -344,8 +342,8 @@ def _sensitivity(found: Attention, title: str, identity: str) -> Section:
         title=title,
         identity=identity,
         text=(sentence, words.SENSITIVITY_READING),
-        chart=_chart(curves.specification, title, curves.legend) if drawable else None,
-        notes=() if drawable else ("There is nothing to draw: no figure has a place on the axes.",),
+        chart=chart,
+        notes=() if chart else ("There is nothing to draw: no figure has a place on the axes.",),
         definition=words.SENSITIVITY_DEFINITION,
         table=tables.by_temperature(found),
     )

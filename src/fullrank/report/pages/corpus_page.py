@@ -14,7 +14,7 @@ from fullrank.report.charts import corpus_charts as charts
 from fullrank.report.charts.corpus_charts import TITLES, Look
 from fullrank.report.charts.training_charts import grid
 from fullrank.report.figures import Cell, figure, number, percent, whole, whole_interval
-from fullrank.report.page import Answer, Column, Page, Section, Table, Tile, draw
+from fullrank.report.page import Answer, Column, Page, Section, Table, Tile, chart_of, draw
 from fullrank.report.text import shown
 from fullrank.results.corpus import Corpora, Corpus, CorpusCurve
 
@@ -242,15 +242,10 @@ def _construction(drawn: Sequence[Look], construction: str) -> Section:
     return Section(
         title=TITLES[construction],
         text=tuple(text),
-        chart=(
-            draw(
-                picture.specification,
-                name=f"Relative error against dimension, {TITLES[construction].lower()}",
-                description="Dotted lines: errors of 50, 10 and 1%. The table below holds the dimensions.",
-                legend=picture.legend,
-            )
-            if picture.drawable()
-            else None
+        chart=chart_of(
+            picture,
+            name=f"Relative error against dimension, {TITLES[construction].lower()}",
+            description="Dotted lines: errors of 50, 10 and 1%. The table below holds the dimensions.",
         ),
         notes=(PUBLISHED,) if construction == "probability" else (),
         table=tables[0],

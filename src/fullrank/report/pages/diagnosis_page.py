@@ -13,7 +13,7 @@ from fullrank.report.charts import diagnosis_curves
 from fullrank.report.charts.curves import Curves
 from fullrank.report.charts.intervals import Intervals
 from fullrank.report.figures import with_interval
-from fullrank.report.page import Page, Section, draw
+from fullrank.report.page import Page, Section, chart_of
 from fullrank.report.pages import diagnosis_rows
 from fullrank.report.pages.answer import answer, reason_of, shared_caution
 from fullrank.report.pages.attention_section import attention_sections
@@ -154,20 +154,13 @@ def _question(name: str, subjects: tuple[Subject, ...]) -> Section:
     picture = _PICTURES[name](answered)
     # Side by side, the table has these figures in a better order than sentences.
     found = (remark(name, answered[0].record),) if len(subjects) == 1 else ()
-    drawn = picture.drawable()
+    chart = chart_of(picture, name=words.title, description="All figures are in the tables below.")
     return Section(
         title=words.title,
         identity=name,
         text=(*found, *missing, words.reading),
-        chart=draw(
-            picture.specification,
-            name=words.title,
-            description="All figures are in the tables below.",
-            legend=picture.legend,
-        )
-        if drawn
-        else None,
-        notes=picture.notes if drawn else ("There is nothing to draw: no figure has a place on the axes.",),
+        chart=chart,
+        notes=picture.notes if chart else ("There is nothing to draw: no figure has a place on the axes.",),
         definition=words.definition,
         table=facts(name, answered),
         more_tables=details(name, answered),

@@ -9,7 +9,7 @@ from fullrank.report.charts.axis import Axis
 from fullrank.report.charts.curves import Curves, Point, Reference, Trace
 from fullrank.report.charts.theme import MODEL_COLOURS, MUTED, Key
 from fullrank.report.figures import Cell, number
-from fullrank.report.page import Column, Section, Table, draw
+from fullrank.report.page import Column, Section, Table, chart_of
 from fullrank.report.text import shown
 from fullrank.results import Estimate
 from fullrank.results.grid import Grid
@@ -25,13 +25,10 @@ def sections(record: Grid) -> tuple[Section, ...]:
     ranks, costs, wide = _costs(record)
     if not costs:
         return ()
-    picture = over_ranks(ranks, costs)
-    chart = None
-    if picture.drawable():
-        chart = draw(
-            picture.specification, name="What a narrow body loses over the rank of the text",
-            description="The figures are in the table below.", legend=picture.legend,
-        )  # fmt: skip
+    chart = chart_of(
+        over_ranks(ranks, costs), name="What a narrow body loses over the rank of the text",
+        description="The figures are in the table below.",
+    )  # fmt: skip
     widths = sorted({width for each in costs.values() for width in each})
     rows: list[tuple[Cell, ...]] = [
         (

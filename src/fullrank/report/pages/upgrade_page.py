@@ -8,7 +8,7 @@ from fullrank.report.charts.axis import Axis
 from fullrank.report.charts.intervals import Intervals, Mark
 from fullrank.report.charts.theme import HIGH_RANK_COLOUR, MUTED, SOFTMAX_COLOUR, Key
 from fullrank.report.figures import Cell, figure, with_interval
-from fullrank.report.page import Chart, Column, Page, Section, Table, draw
+from fullrank.report.page import Column, Page, Section, Table, chart_of
 from fullrank.report.text import shown
 from fullrank.results import Collapse, Estimate, Upgrade
 from fullrank.results.upgrade import TrainedHead, TrainingText, UpgradeTraining
@@ -92,10 +92,10 @@ def _training(found: UpgradeTraining, record: Upgrade) -> tuple[Section, ...]:
         Section(
             title="Before and after training",
             text=(trained,),
-            chart=_chart(
+            chart=chart_of(
                 losses(found) if taught is None else distances(found),
-                f"Held-out {of} before and after training, by head, nats per token",
-                "All figures are in the table below.",
+                name=f"Held-out {of} before and after training, by head, nats per token",
+                description="All figures are in the table below.",
             ),
             table=_heads(found),
         ),
@@ -172,10 +172,10 @@ def _gain(
             f"{'after this training' if found.unfrozen else 'frozen'}, on this text; not what a body "
             "trained with it from the start would reach.",
         ),
-        chart=_chart(
+        chart=chart_of(
             gain(head, mean, by_seed),
-            "Gain over the better control, nats per token",
-            f"The mean is {figure(mean)}.",
+            name="Gain over the better control, nats per token",
+            description=f"The mean is {figure(mean)}.",
         ),
     )
 
@@ -245,17 +245,6 @@ def _mark(row: str, words: str, shape: str, estimate: Estimate, colour: str) -> 
         row=row, model=words, value=estimate.value, low=estimate.low, high=estimate.high, colour=colour,
         shape=shape, summary=f"{label}: {with_interval(estimate)} nats per token",
     )  # fmt: skip
-
-
-def _chart(picture: Intervals, name: str, description: str) -> Chart | None:
-    if not picture.drawable():
-        return None
-    return draw(
-        lambda *, width: picture.specification(width=width),
-        name=name,
-        description=description,
-        legend=picture.legend,
-    )
 
 
 def _label(one: TrainedHead) -> str:
