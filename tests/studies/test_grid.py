@@ -76,6 +76,10 @@ def test_a_study_runs_once_goes_on_and_is_drawn(place: Place, monkeypatch: pytes
     assert [run.name for run in record.runs] == ["seed0", "seed1", "branch"]
     assert record.missing == ()
     for run in record.runs:
+        kept = sorted(
+            one.name.split("-")[0] for one in (place.out / "runs" / run.name / "checkpoints").iterdir()
+        )
+        assert kept == ["best"]
         assert not run.failure
         assert not run.after_looking
         assert run.valid is not None

@@ -111,6 +111,15 @@ def test_from_a_snapshot_the_rate_rises_once_more(started: Callable[..., Path]) 
     assert rates(started("parent@4", *settings, out="checkpoint")) == pytest.approx([0.02] * 6)
 
 
+def test_from_the_best_model(place: Path, started: Callable[..., Path]) -> None:
+    """Whose checkpoint has its weights and its loss alone."""
+    best = folder.chosen(place / "parent", "best")
+    child = started("parent@best", *sets(f"steps={best.step + 4}", "evaluate_every=2"))
+    start = json.loads((child / folder.LOG).read_text().splitlines()[0])
+    assert start["from"] == {"run": "parent", "step": best.step}
+    assert weights(child, best.step + 4).keys() == best.groups["model"].keys()
+
+
 def test_it_trains_and_continues_under_another_head(place: Path, started: Callable[..., Path]) -> None:
     child = started("parent@4", "--head", "mos")
     assert json.loads((child / "config.json").read_text())["head"]["name"] == "mos"

@@ -274,7 +274,7 @@ def test_segments_as_one_graph_are_what_they_are_one_by_one(
         return graphs[-1]
 
     def found() -> tuple[list[Tensor], np.ndarray]:
-        model, settings = lstm(head).cuda(), Dynamic(batch=4, length=5, lr=0.01, decay=0.1)
+        model, settings = lstm(head).cuda(), Dynamic(batch=4, length=5, lr=0.001, decay=0.1)
         statistics = gradient_rms(model, text(400, 9), eos=EOS, settings=settings, device="cuda")
         losses = dynamic_losses(model, text(103), statistics, eos=EOS, settings=settings, device="cuda")
         return statistics, losses

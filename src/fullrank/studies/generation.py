@@ -218,7 +218,8 @@ class Study:
         """A training with its texts and measures, from its file or from its start; None trains nothing."""
         name = f"{method}-seed{seed}-{rate or 0:g}"
         file = self.directory / self.of[:16] / f"{name}.safetensors"
-        of = f"{self.of} {name}"
+        start = f" {self.memory[method in COSINE]}" if method in MEMORIES else ""
+        of = f"{self.of} {name}{start}"
         facts = checkpoints.finished(checkpoints.read(file, of))
         if facts is not None:
             return facts

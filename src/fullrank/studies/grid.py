@@ -8,7 +8,8 @@ done, as where rates are tuned first; it says the same for the same runs.
               `out`/runs, and writes results.json after every run
     budget    after `seconds` no run begins. What is in `out`/results.json is not run again, on whatever
               machine: that file alone has to travel. A run that was cut off goes on where its directory
-              is, and one that branches from another is made where that other's directory is
+              is, and one that branches from another is made where that other's directory is. Of a run that
+              is over its best weights and its snapshots stay
     changed   a study whose file is not what it was when its first run began marks its further runs as made
               after looking
 
@@ -95,6 +96,7 @@ def run(
                 # What is answered with runs missing is answered anew at the end.
                 record = dataclasses.replace(record, runs=(*record.runs, marked), missing=left, answers=())
                 save(record, place.out / "results.json", _made(place))
+                _lighten(place.out / "runs" / one.name)
                 say(f"{one.name}: {one.failure or f'{one.valid:.4f} nats per token'}")
     return dataclasses.replace(record, answers=study.answers(record.runs))
 
@@ -114,6 +116,16 @@ def _begun(study: Study, place: Place, extent: Extent) -> Grid:
         name=study.name, statement=study.statement, declared=study.digest, small=extent.small,
         runs=(), missing=(), answers=(), scale=extent.scale,
     )  # fmt: skip
+
+
+def _lighten(run: Path) -> None:
+    """Without what only a run that is not over needs: of hundreds it would fill a disk."""
+    from fullrank.train import checkpoint, folder
+
+    kept = run / folder.CHECKPOINTS
+    # The best weights that the last checkpoint names are the run's.
+    checkpoint.prune(kept, 1)
+    checkpoint.drop(kept, "step", after=-1)
 
 
 def _can_begin(spec: Spec, done: Done, place: Place) -> bool:

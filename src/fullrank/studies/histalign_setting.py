@@ -53,6 +53,8 @@ CALIBRATED = 32
 TEMPERATURES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Of the memory, in units of sqrt(H)."""
 WEIGHTS = tuple(float(weight) for weight in range(-100, 12, 2))
+OPEN = 0.003
+"""Least mean share of the probability that a memory begins with: one that has none learns nothing."""
 BODY_BATCH = 24
 """Texts that the frozen layers read at once."""
 
@@ -141,7 +143,8 @@ class Study:
         windows = collect.tokenise(
             self.tokenizer,
             files,
-            tokens=config.judged_tokens + config.epochs * self.steps * config.text_tokens,
+            tokens=_whole(config.judged_tokens, config.window)
+            + _whole(config.epochs * self.steps * config.text_tokens, config.window),
             window=config.window,
             longest=anatomy.longest(loaded.model),
         )
@@ -214,6 +217,10 @@ class Study:
             return base
         return self.memory[method in COSINE].head(base).to(self.device)
 
+    def begins(self, method: str) -> str:
+        """What its trainings are kept under, beside what all have."""
+        return f" {self.memory[method in COSINE]}" if method in MEMORIES else ""
+
     def restore(self) -> None:
         with torch.no_grad():
             for name, parameter in self.upper.parameters().items():
@@ -276,6 +283,11 @@ class MemoryStart:
         return CacheHead(base, temperature=self.temperature, memory_weight=self.weight, cosine=self.cosine)
 
 
+def _whole(tokens: int, window: int) -> int:
+    """Tokens of as many windows as hold these."""
+    return -(-tokens // window) * window
+
+
 def losses_by_rate(rates: Sequence[float], loss: Callable[[float], float]) -> dict[float, float]:
     """The loss at every rate and, while the least stands at an end of several, beyond it; without those that
     diverge, of which there are some that do not."""
@@ -316,7 +328,8 @@ def cosine_note(start: MemoryStart) -> str:
 def memory_start(
     head: Head, states: Tensor, context: Tensor, targets: Tensor, *, cosine: bool = False
 ) -> MemoryStart:
-    """Temperature and log weight with which a memory of states [n, time, H] has the least loss beside `head`.
+    """Temperature and log weight with which a memory of states [n, time, H] has the least loss beside `head`
+    while it is open.
 
     `context` are the ids under the states, negative where there is padding; targets below 0 do not count.
     """
@@ -331,7 +344,7 @@ def memory_start(
     held = entry_tokens(context)
     natural = math.sqrt(head.hidden)
     keys = of_one_length(states) if cosine else states
-    best = (math.inf, natural, 0.0)
+    best = (True, math.inf, natural, 0.0)
     for factor in TEMPERATURES:
         temperature = factor * natural
         agreeing, every = (
@@ -341,5 +354,6 @@ def memory_start(
         for weight in WEIGHTS:
             joined = torch.logaddexp(normaliser, every + weight)
             loss = float((joined - torch.logaddexp(score, agreeing + weight)).mean())
-            best = min(best, (loss, temperature, weight))
-    return MemoryStart(temperature=best[1], weight=best[2], cosine=cosine)
+            closed = float((every + weight - joined).exp().mean()) < OPEN
+            best = min(best, (closed, loss, temperature, weight))
+    return MemoryStart(temperature=best[2], weight=best[3], cosine=cosine)

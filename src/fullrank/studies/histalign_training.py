@@ -44,7 +44,7 @@ def one(
 ) -> Found:
     """A method, seed and rate, from its file or from its start; None trains nothing."""
     file = study.directory / study.of[:16] / f"{method}-seed{seed}-{rate or 0:g}.safetensors"
-    of = f"{study.of} {file.name}"
+    of = f"{study.of} {file.name}{study.begins(method)}"
     kept = checkpoints.read(file, of)
     facts = checkpoints.finished(kept)
     if kept is not None and facts is not None:

@@ -1,16 +1,16 @@
 """A run that begins where another one stands: `--from RUN@STEP`.
 
 The same model goes on with the weights, optimiser, average and place in the data of that checkpoint, under
-whatever rate, schedule or horizon it is given. A snapshot has the weights alone, and from it the rate rises
-once more: Adam's first steps are as long as the rate whatever the gradient. Under another head the body and W
-go on, and the head starts as the one before where it can: a mixture whose components are all equal is the
-plain head with that W. What the new head owns beyond is drawn as in a fresh run. On other data a run begins
-at their beginning.
+whatever rate, schedule or horizon it is given. A snapshot and the best model have no optimiser, and from them
+the rate rises once more: Adam's first steps are as long as the rate whatever the gradient. Under another head
+the body and W go on, and the head starts as the one before where it can: a mixture whose components are all
+equal is the plain head with that W. What the new head owns beyond is drawn as in a fresh run. On other data a
+run begins at their beginning, and so it does from the best model, which keeps no place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,10 @@ def begun(parent: Parent, config: Config, vocabulary: int, data: str) -> checkpo
     fresh = build(config, vocabulary)
     named = {**dict(fresh.named_parameters()), **stored_buffers(fresh)}
     own: dict[str, Tensor] = {name: tensor.detach() for name, tensor in named.items()}
-    groups, state = parent.stored.groups, dict(parent.stored.state)
+    groups = parent.stored.groups
+    # The best weights have nothing of how a run goes on.
+    known = {field.name for field in fields(State)}
+    state = {name: value for name, value in parent.stored.state.items() if name in known}
     live = groups.get("live") or groups["model"]
     if live.keys() == own.keys() and all(live[name].shape == own[name].shape for name in own):
         made: dict[str, dict[str, Tensor]] = {

@@ -260,7 +260,7 @@ def chosen(path: Path, which: str) -> checkpoints.Stored:
         return checkpoints.read(best[-1])
     if which in ("best", "last"):
         return checkpoints.read((steps or best)[-1])
-    every = (*steps, *best, *checkpoints.found(path / SNAPSHOTS, "step"))
+    every = (*steps, *checkpoints.found(path / SNAPSHOTS, "step"), *best)
     wanted = [one for one in every if which.isdigit() and checkpoints.step_of(one) == int(which)]
     if not wanted:
         kept = ", ".join(map(str, sorted({checkpoints.step_of(one) for one in every})))
