@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -21,10 +22,15 @@ def test_the_plan_gives_all_the_same_seconds_and_trials_their_share(reference: N
         config = override(recipe(spec.recipe, spec.head), spec.settings)
         share = SHARE if "trial" in spec.factors else 1.0
         assert Budget.parse(config.budget) == Budget("seconds", pytest.approx(0.5 * SECONDS * share))
-        # What was published is the sizes and dropouts.
+        # What was published is the sizes, but for a few entries, and the dropouts.
         published = recipe(REFERENCES[reference].recipe, spec.head)
-        assert config.body == published.body
-        assert (config.head.width, config.head.dropout) == (published.head.width, published.head.dropout)
+        for part, key in (("body", "hidden"), ("body", "last"), ("head", "width")):
+            ours, theirs = getattr(getattr(config, part), key), getattr(getattr(published, part), key)
+            assert ours % 16 == 0
+            assert 0 <= ours - theirs < 16
+        sizes = {"hidden": published.body.hidden, "last": published.body.last}
+        assert dataclasses.replace(config.body, **sizes) == published.body
+        assert config.head.dropout == published.head.dropout
         assert not config.jitter
     assert {name for name, spec in made.items() if "trial" not in spec.factors} == {
         "softmax-seed0", "softmax-seed1", "mos-seed0", "mos-seed1",

@@ -1,0 +1,181 @@
+"""Where the time of an AWD-LSTM's step goes, at its published widths and at the multiples above them.
+
+python -m benchmarks.lstm_step --device cuda --out results/lstm_step_cuda.json
+
+recurrence   torch.lstm of one layer, forward and backward, by width and dtype
+step         a step of `fullrank study published` through the engine, milliseconds with and without a CUDA
+             graph, and what its kernels are: those with products, cells, and the rest
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import re
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from fullrank.results import provenance, write_whole
+from fullrank.studies.published_grid import HEADS, OURS, SMALL, rounded
+from fullrank.train.config import override
+from fullrank.train.learner import Learner
+from fullrank.train.loop import Options, train
+from fullrank.train.recipes import recipe
+
+KINDS = (
+    ("scores and losses", r"score_rows|score_tiles|mixture|trunk|logsumexp"),
+    ("products", r"gemm|cutlass|cublas|nvjet|xmma"),
+    ("cells", r"lstm|rnn|elementwise_bp"),
+    ("optimiser", r"multi_tensor|foreach|adam"),
+    ("copies", r"memcpy|memset|copy|cat"),
+    ("others", ""),
+)
+"""The first pattern that a kernel's name has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Profile a step of the published study."""
+
+    device: str = "cuda"
+    out: Path = Path("results/lstm_step_cuda.json")
+    vocabulary: int = 33278
+    """WikiText-2's."""
+    steps: int = 40
+    small: bool = False
+    """Tiny widths: to see that it runs."""
+
+
+def recurrence(width: int, dtype: torch.dtype, device: str, *, time_steps: int = 70, batch: int = 80) -> Any:
+    """Milliseconds of a layer, or why there are none."""
+    shapes = ((4 * width, width), (4 * width, width), (4 * width,), (4 * width,))
+    chunk = (torch.randn(sum(map(np.prod, shapes)), device=device) * width**-0.5).to(dtype)
+    pieces = chunk.requires_grad_().split([int(np.prod(shape)) for shape in shapes])
+    weights = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    inputs = torch.randn(time_steps, batch, width, device=device).to(dtype).requires_grad_()
+    state = torch.zeros(1, batch, width, device=device, dtype=dtype)
+
+    def once() -> Tensor:
+        outputs, *_ = torch.lstm(inputs, (state, state), weights, True, 1, 0.0, True, False, False)
+        return torch.autograd.grad(outputs.sum(), [chunk])[0]
+
+    try:
+        once()
+        times = []
+        for _ in range(5):
+            begun = _now(device)
+            once()
+            times.append((_now(device) - begun) * 1e3)
+        return statistics.median(times)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+
+
+def step(head: str, widths: tuple[str, ...], graph: str, place: Path, settings: Settings) -> dict[str, Any]:
+    """Of the engine: milliseconds, and without a graph the device's by kind of kernel."""
+    found: dict[str, Any] = {}
+    count, begun, seen = 0, 0.0, None
+    first, last = settings.steps // 2, settings.steps - 5
+    original = Learner.step
+
+    def timed(learner: Learner, *given: Any) -> Any:
+        nonlocal count, begun, seen
+        count += 1
+        if count == first:
+            begun = _now(settings.device)
+        if count == last:
+            found["milliseconds"] = (_now(settings.device) - begun) / (last - first) * 1e3
+            if graph == "off" and settings.device == "cuda":
+                seen = profile(activities=[ProfilerActivity.CUDA])
+                seen.__enter__()
+        result = original(learner, *given)
+        if count == settings.steps and seen is not None:
+            _now(settings.device)
+            seen.__exit__(None, None, None)
+            found.update(_by_kind(seen, settings.steps - last + 1))
+        return result
+
+    with mock.patch.object(Learner, "step", timed):
+        given = (
+            *OURS, *widths, f"graph={graph}", f"steps={settings.steps + 1}", "evaluate_every=0",
+            "evaluate_tokens=1024", "final_tokens=1024",
+        )  # fmt: skip
+        out = Path(tempfile.mkdtemp(dir=place, prefix="run-"))
+        options = Options(
+            data=(), tokens=place / "tokens", out=out, cache=place / "cache", device=settings.device,
+            trackers=(), monitors=False,
+        )  # fmt: skip
+        train(override(recipe("awd-lstm-wt2", head), given), options)
+    return found
+
+
+def _by_kind(seen: profile, steps: int) -> dict[str, Any]:
+    total: collections.Counter[str] = collections.Counter()
+    names: collections.Counter[str] = collections.Counter()
+    launches = 0
+    for event in seen.key_averages():
+        spent = event.self_device_time_total / 1e3 / steps
+        if spent <= 0:
+            continue
+        kind = next(kind for kind, pattern in KINDS if re.search(pattern, event.key, re.IGNORECASE))
+        total[kind] += spent
+        names[event.key[:100]] += spent
+        launches += event.count
+    return {
+        "device_milliseconds": dict(total.most_common()), "kernels": launches / steps,
+        "largest": dict(names.most_common(10)),
+    }  # fmt: skip
+
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main(settings: Settings) -> None:
+    if settings.device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    rows = [
+        {"width": width, "dtype": str(dtype).removeprefix("torch."), "milliseconds": found}
+        for width in ((24, 32) if settings.small else (1150, 1152))
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for found in [recurrence(width, dtype, settings.device)]
+    ]
+    steps: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "tokens").mkdir()
+        draw = np.random.default_rng(0)
+        for name, count in (("train", 1 << 20), ("val", 1 << 14), ("test", 1 << 14)):
+            tokens = draw.integers(0, settings.vocabulary, count, dtype=np.uint16)
+            tokens.tofile(place / "tokens" / f"{name}.bin")
+        said = {"vocabulary_size": settings.vocabulary, "dtype": "uint16"}
+        (place / "tokens" / "tokens.json").write_text(json.dumps(said))
+        for head in HEADS:
+            every = {"published": (), "rounded": rounded("awd-lstm-wt2", head)}
+            for label, widths in {"small": SMALL}.items() if settings.small else every.items():
+                for graph in ("off", "on") if settings.device == "cuda" else ("off",):
+                    found = step(head, widths, graph, place, settings)
+                    steps.append({"head": head, "widths": label, "graph": graph, **found})
+                    print(head, label, graph, f"{found['milliseconds']:.1f} ms")
+    made = dataclasses.asdict(provenance(seed=0, device=settings.device))
+    document = {"kind": "lstm_step", "version": 1, "made": made, "recurrence": rows, "steps": steps}
+    write_whole(settings.out, json.dumps(document, indent=1) + "\n")
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))
