@@ -57,6 +57,15 @@ def _flops(spec: Spec) -> float:
     return [float(one.rpartition("=")[2]) for one in spec.settings if one.startswith("budget=flops=")][-1]
 
 
+def test_softmax_alone_forgets_and_has_another_name_then() -> None:
+    text = Text(name="v256x8", facts={"vocabulary": "256", "copies": "8"})
+    made = followed(study(), Extent(seeds=1, texts=(text,)), plain_end)
+    forgets = {spec.factors["head"] for spec in made.values() if "optimiser.beta2=0.95" in spec.settings}
+    remembers = {spec.factors["head"] for spec in made.values() if "optimiser.beta2=0.999" in spec.settings}
+    assert forgets == {"softmax_short"}
+    assert remembers == {spec.factors["head"] for spec in made.values()} - forgets
+
+
 def test_some_heads_are_chosen_with_softmax_among_them() -> None:
     text = Text(name="v256x8", facts={"vocabulary": "256", "copies": "8"})
     made = followed(study(("mos4", "softmax")), Extent(seeds=2, texts=(text,)), plain_end)
