@@ -1,12 +1,14 @@
 """Rows of figures with their intervals: one row a thing, one mark a model, a thin line for the interval.
 
 A thick line inside the thin one shows a second, inner range. On a log axis a value of zero has its row and
-its figure at the right but no mark.
+its figure at the right but no mark. A long label is broken into lines: cut short, labels that begin alike
+would be one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from typing import Any
 
 from fullrank.report.charts.axis import Axis
@@ -16,6 +18,8 @@ from fullrank.report.charts.theme import INK, REFERENCE, WIDE, Key, configuratio
 
 # Of the widest common font; a label that got less room would run out of the picture.
 WIDE_LETTER = 7.8
+LINE = 15
+"""Pixels of a line of a label."""
 _SHAPES = {"dot": "circle", "ring": "circle", "diamond": DIAMOND, "tick": TICK}
 
 
@@ -50,23 +54,32 @@ class Intervals:
 
     def drawable(self) -> bool:
         """Whether any mark has a place on the axis."""
-        return bool(self._placed())
+        return any(self.x.holds(mark.value) for mark in self.marks)
 
     def specification(self, *, width: int) -> Specification:
         """The Vega-Lite specification of the picture, `width` pixels wide in all."""
         wide = width >= WIDE
-        placed = self._placed()
-        x = self.x.fitted([value for row in placed for value in _ends(row)] + list(self.lines))
         limit = 220 if wide else 110
+        broken = {row: textwrap.wrap(row, int(limit / LETTER_WIDTH)) or [row] for row in self.rows}
+        longest = max(len(line) for lines in broken.values() for line in lines)
+        most = max(map(len, broken.values()))
+        labels = {row: "\n".join(lines) for row, lines in broken.items()}
+        placed = self._placed(labels)
+        x = self.x.fitted([value for row in placed for value in _ends(row)] + list(self.lines))
         # Room for a wider font than the one that measures the labels here.
-        extent = min(1.2 * limit, WIDE_LETTER * max(map(len, self.rows))) + LABEL_PADDING
+        extent = min(1.2 * limit, WIDE_LETTER * longest) + LABEL_PADDING
         across: dict[str, Any] = {"field": "x", "type": "quantitative", **x.encoding(ticks=8 if wide else 4)}
         across["axis"]["title"] = self.x.lines(wide)
         along: dict[str, Any] = {
             "field": "row",
             "type": "nominal",
             # A domain given outright: sorting by a list would compile the labels into an expression.
-            "scale": {"domain": list(self.rows), "type": "band", "paddingInner": 0.2, "paddingOuter": 0.1},
+            "scale": {
+                "domain": list(labels.values()),
+                "type": "band",
+                "paddingInner": 0.2,
+                "paddingOuter": 0.1,
+            },
             "axis": {
                 "title": None,
                 "domain": False,
@@ -74,6 +87,7 @@ class Intervals:
                 "labelPadding": LABEL_PADDING,
                 "labelLimit": limit,
                 "minExtent": extent,
+                **(_in_lines(most) if most > 1 else {}),
             },
         }
         place: dict[str, Any] = {"y": along}
@@ -96,7 +110,7 @@ class Intervals:
         layers: list[dict[str, Any]] = [
             # Every row is there, also one without a mark.
             {
-                "data": {"values": [{"row": row} for row in self.rows]},
+                "data": {"values": [{"row": row} for row in labels.values()]},
                 "mark": {"type": "point", "stroke": "transparent", "aria": False},
                 "encoding": {"y": along},
             },
@@ -135,7 +149,7 @@ class Intervals:
                 {
                     "data": {
                         "values": [
-                            {"row": row, "figure": text}
+                            {"row": labels[row], "figure": text}
                             for row, text in zip(self.rows, self.figures, strict=True)
                         ]
                     },
@@ -155,19 +169,19 @@ class Intervals:
             )
         return {
             "width": width,
-            "height": len(self.rows) * max(30, 16 * len(self.models) + 6),
+            "height": len(self.rows) * max(30, 16 * len(self.models) + 6, LINE * most + 10),
             "autosize": {"type": "fit-x"},
             "config": configuration(),
             "layer": [layer for layer in layers if layer["data"]["values"]],
         }
 
-    def _placed(self) -> list[dict[str, Any]]:
+    def _placed(self, labels: dict[str, str]) -> list[dict[str, Any]]:
         rows = []
         for mark in self.marks:
             if not self.x.holds(mark.value):
                 continue
             row: dict[str, Any] = {
-                "row": mark.row,
+                "row": labels[mark.row],
                 "model": mark.model,
                 "colour": mark.colour,
                 "x": mark.value,
@@ -180,6 +194,16 @@ class Intervals:
                 row |= {"inner_low": mark.inner[0], "inner_high": mark.inner[1]}
             rows.append(row)
         return rows
+
+
+def _in_lines(most: int) -> dict[str, Any]:
+    """Of an axis whose labels have up to so many lines, each beside the middle of its row."""
+    lines = "split(datum.label, '\\n')"
+    raised = [
+        {"test": f"length({lines}) == {count}", "value": -LINE * (count - 1) / 2}
+        for count in range(2, most + 1)
+    ]
+    return {"labelExpr": lines, "labelOffset": {"condition": raised, "value": 0}}
 
 
 def _ends(row: dict[str, Any]) -> list[float]:
