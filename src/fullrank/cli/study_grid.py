@@ -131,7 +131,8 @@ class Spam(_Extent):
     """
 
     heads: tuple[str, ...] = ()
-    """Which to train, softmax among them; softmax, sigsoftmax, plif, mos4 and trunk10 by default."""
+    """Which to train, softmax among them; softmax, softmax_short, sigsoftmax, plif, mos4 and trunk10
+    by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,8 @@ class Published(_Grid):
 
     reference: Literal["wikitext-2", "ptb"] = "wikitext-2"
     """Text whose published sizes and perplexities are taken; --data may be any."""
+    rates: tuple[float, ...] = (0.5, 1.0, 2.0)
+    """Factors of the study's learning rate, tried on a sixteenth of a run; one alone is taken untried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +254,7 @@ def _study(options: _Extent) -> Any:
     if isinstance(options, Published):
         from fullrank.studies import published_grid
 
-        return published_grid.study(options.reference)
+        return published_grid.study(options.reference, options.rates)
     from fullrank.studies.body_grid import BODIES
     from fullrank.studies.cause_grid import CAUSE
     from fullrank.studies.domain_grid import DOMAINS

@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from fullrank.errors import FullrankError
 from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
 from fullrank.studies.grid_plan import Done, Ends, Extent, Spec, compared, differences, seeded, tuned
@@ -53,14 +54,14 @@ REFERENCES: dict[Name, Reference] = {
 }
 HEADS = ("softmax", "mos")
 SECONDS = 1500
-RATES = (0.5, 1.0, 2.0)
+LR, RATES = 4e-3, (0.5, 1.0, 2.0)
 SHARE, SMALL_SHARE = 1 / 16, 1 / 4
 """Of a run: a trial."""
 OURS = (
     "head.as_published=false", "head.unigram=true", "head.centred=false", "optimiser.name=adamw",
-    "optimiser.lr=4e-3", "optimiser.weight_decay=0.02", "optimiser.schedule=cosine", "optimiser.warmup=0.03",
-    "optimiser.finetune_epochs=0", "batch=80", "jitter=false", "evaluate_batch=80", "evaluate_every=1500",
-    "graph=on",
+    f"optimiser.lr={LR:g}", "optimiser.weight_decay=0.02", "optimiser.schedule=cosine",
+    "optimiser.warmup=0.03", "optimiser.finetune_epochs=0", "batch=80", "jitter=false", "evaluate_batch=80",
+    "evaluate_every=1500", "graph=on",
 )  # fmt: skip
 """What differs from the published recipe."""
 SMALL = (
@@ -70,9 +71,11 @@ SMALL = (
 WIDTHS, MULTIPLE = ("body.hidden", "body.last", "head.width"), 16
 
 
-def study(reference: Name = "wikitext-2") -> Study:
+def study(reference: Name = "wikitext-2", rates: Sequence[float] = RATES) -> Study:
     """Held against what was published of a text."""
     recipe, published = REFERENCES[reference]
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise FullrankError(f"--rates {' '.join(map(str, rates))}: expected one or more factors above 0")
 
     def plan(done: Done, extent: Extent) -> list[Spec]:
         specs: list[Spec] = []
@@ -82,8 +85,11 @@ def study(reference: Name = "wikitext-2") -> Study:
             widths = SMALL if extent.small else rounded(recipe, head)
             settings = (*OURS, *widths, length)
             own = Spec(name=head, recipe=recipe, head=head, settings=settings, factors={"head": head})
-            best, trials = tuned(done, own, RATES, share=SMALL_SHARE if extent.small else SHARE)
-            specs += trials
+            if len(rates) == 1:
+                best: tuple[str, ...] | None = (f"optimiser.lr={LR * rates[0]:g}",)
+            else:
+                best, trials = tuned(done, own, rates, share=SMALL_SHARE if extent.small else SHARE)
+                specs += trials
             if best is not None:
                 specs += seeded(own, extent.seeds, *best)
         return specs
