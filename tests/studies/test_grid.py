@@ -365,6 +365,31 @@ def test_a_factor_is_held_against_its_own_level_over_all_others() -> None:
     assert effects["end at width 32: schedule wsd against constant"].seeds == 12
 
 
+def test_a_memory_is_held_against_the_recipes_with_either_batch_and_factors_with_either_memory() -> None:
+    """A small batch lowers the rank by 0.4, of which a longer memory leaves 0.1; the record has no factor for
+    the recipe's memory."""
+    made = {spec.name: spec for spec in optimiser_grid.plan({}, Extent(seeds=1))}
+    runs = []
+    for number, spec in enumerate(made.values()):
+        forgets = "beta2" not in spec.factors
+        assert forgets or "optimiser.beta2=0.999" in spec.settings
+        rank = 0.8 - (0.4 if forgets else 0.1) * (spec.factors["batch"] == "4") + 0.001 * (number % 3)
+        runs.append(
+            made_by_hand(spec.name, 3.0, monitors={"head_effective_rank_share": rank}, **spec.factors)
+        )
+    found = {one.label: one for one in optimiser_grid.answers(runs)}
+    for label, value, pairs in (
+        ("effective rank at width 32: batch 4 against 16", -0.4, 18),
+        ("effective rank at width 32, beta2 0.999: batch 4 against 16", -0.1, 9),
+        ("effective rank at width 32, batch 4: beta2 0.999 against 0.95", 0.3, 9),
+        ("effective rank at width 128, batch 16: beta2 0.999 against 0.95", 0.0, 9),
+    ):
+        effect = found[label].effect
+        assert effect is not None
+        assert effect.value == pytest.approx(value, abs=0.002)
+        assert found[label].seeds == pairs
+
+
 def test_an_end_that_is_the_best_is_no_proof_of_power() -> None:
     """Falling curves rise by 0 in every seed: what would have been seen is the test's, never 0."""
     random = numpy.random.default_rng(0)
