@@ -22,6 +22,8 @@ from fullrank.studies import grid, grid_workers, head_grid, optimiser_grid, widt
 from fullrank.studies.grid import Study
 from fullrank.studies.grid_plan import Done, Extent, Spec, compared, tuned
 from fullrank.studies.grid_workers import Place
+from fullrank.train.config import override
+from fullrank.train.recipes import recipe
 from tests.studies.made_runs import decisions, made_by_hand
 
 STATEMENT = Statement(
@@ -130,6 +132,18 @@ def test_a_branch_waits_for_the_machine_that_has_its_parent(
     assert grid.run(STUDY, place, Extent(seeds=2)).missing == ()
     with pytest.raises(FullrankError, match="--scale 1, not"):
         grid.run(STUDY, place, Extent(seeds=2, scale=0.5))
+    with pytest.raises(FullrankError, match="has runs with no --set"):
+        grid.run(STUDY, place, Extent(seeds=2, settings=("optimiser.beta2=0.9",)))
+
+
+@pytest.mark.parametrize("study", [width_grid.WIDTH, head_grid.HEAD, optimiser_grid.OPTIMISER])
+def test_settings_of_all_runs_leave_what_a_study_varies(study: Study) -> None:
+    given = ("optimiser.beta1=0.8", "batch=2", "body.hidden=8")
+    for spec in study.plan({}, Extent(seeds=1, settings=given)):
+        config = override(recipe(spec.recipe, spec.head), spec.settings)
+        assert config.optimiser.beta1 == 0.8
+        assert config.batch > 2
+        assert config.body.hidden > 8
 
 
 def test_runs_on_another_text_do_not_join_a_record(place: Place, tmp_path: Path) -> None:
@@ -307,9 +321,6 @@ def test_heads_that_do_not_exist_or_lack_softmax_are_refused() -> None:
 @pytest.mark.parametrize("study", [width_grid.WIDTH, head_grid.HEAD, optimiser_grid.OPTIMISER])
 @pytest.mark.parametrize("small", [False, True])
 def test_plans_are_of_settings_that_exist_and_come_to_an_end(study: Study, small: bool) -> None:
-    from fullrank.train.config import override
-    from fullrank.train.recipes import recipe
-
     done: dict[str, GridRun] = {}
     extent = Extent(small=small, seeds=2)
     for _ in range(20):

@@ -26,6 +26,10 @@ class _Extent:
     seeds: int = 3
     scale: float = 1.0
     """Of the length of all runs."""
+    settings: Annotated[
+        tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE"), tyro.conf.UseAppendAction
+    ] = ()
+    """A setting of all runs, as `fullrank train` has them; what the study varies stays its own."""
     processes: int = 1
     """Runs at once: small models do not fill a GPU."""
     seconds: float = math.inf
@@ -219,7 +223,9 @@ def grid_study(options: _Extent) -> Path:
         processes=options.processes, seconds=options.seconds,
     )  # fmt: skip
     texts = _texts(options, cache)
-    extent = Extent(small=options.small, seeds=options.seeds, scale=options.scale, texts=texts)
+    extent = Extent(
+        small=options.small, seeds=options.seeds, scale=options.scale, texts=texts, settings=options.settings
+    )
     try:
         with Bar(console) as bar:
             record = grid.run(

@@ -113,3 +113,5 @@ class Grid:
     answers: tuple[GridAnswer, ...]
     scale: float = 1.0
     """Of the length of all runs, as --scale had it."""
+    settings: tuple[str, ...] = ()
+    """Of all runs, as --set had them."""

@@ -107,6 +107,9 @@ def _begun(study: Study, place: Place, extent: Extent) -> Grid:
         record, _ = load(file)
         if not isinstance(record, Grid) or record.name != study.name or record.small != extent.small:
             raise FullrankError(f"{file} is not of this study: choose another --out")
+        if record.settings != extent.settings:
+            was = " ".join(f"--set {one}" for one in record.settings) or "no --set"
+            raise FullrankError(f"{file} has runs with {was}: give the same, or choose another --out")
         if record.scale != extent.scale:
             raise FullrankError(
                 f"{file} has runs of --scale {record.scale:g}, not {extent.scale:g}: choose another --out"
@@ -114,7 +117,7 @@ def _begun(study: Study, place: Place, extent: Extent) -> Grid:
         return record
     return Grid(
         name=study.name, statement=study.statement, declared=study.digest, small=extent.small,
-        runs=(), missing=(), answers=(), scale=extent.scale,
+        runs=(), missing=(), answers=(), scale=extent.scale, settings=extent.settings,
     )  # fmt: skip
 
 

@@ -59,6 +59,8 @@ class Extent:
     """Of the length of all runs."""
     texts: tuple[Text, ...] = ()
     """Where a study is over several."""
+    settings: tuple[str, ...] = ()
+    """Of all runs, where the study does not say otherwise."""
 
     def steps(self, full: int) -> int:
         return max(8, round(self.scale * full))
@@ -70,7 +72,7 @@ def transformer(
     """The recipe of a body of some width and its settings: a pythia-14m of another width, or the tiny one."""
     count = extent.steps(small_steps if extent.small else steps)
     settings = (
-        f"body.hidden={width}", f"body.heads={max(1, width // 32)}", f"steps={count}",
+        *extent.settings, f"body.hidden={width}", f"body.heads={max(1, width // 32)}", f"steps={count}",
         f"evaluate_every={max(1, count // evaluations)}",
     )  # fmt: skip
     if extent.small:

@@ -21,7 +21,7 @@ from fullrank.errors import FullrankError
 from fullrank.results.grid import GridAnswer, GridRun, Statement
 from fullrank.studies.grid import Study
 from fullrank.studies.grid_plan import Done, Ends, Extent, Spec, compared, differences, seeded, tuned
-from fullrank.train.config import to_json
+from fullrank.train.config import override, to_json
 from fullrank.train.recipes import recipe as recipe_of
 
 STATEMENT = Statement(
@@ -83,10 +83,11 @@ def study(reference: Name = "wikitext-2", rates: Sequence[float] = RATES) -> Stu
         length = f"steps={extent.steps(60)}" if extent.small else f"budget=seconds={SECONDS * extent.scale:g}"
         for head in HEADS:
             widths = SMALL if extent.small else rounded(recipe, head)
-            settings = (*OURS, *widths, length)
+            settings = (*OURS, *widths, *extent.settings, length)
             own = Spec(name=head, recipe=recipe, head=head, settings=settings, factors={"head": head})
             if len(rates) == 1:
-                best: tuple[str, ...] | None = (f"optimiser.lr={LR * rates[0]:g}",)
+                base = override(recipe_of(recipe, head), settings).optimiser.lr
+                best: tuple[str, ...] | None = (f"optimiser.lr={base * rates[0]:g}",)
             else:
                 best, trials = tuned(done, own, rates, share=SMALL_SHARE if extent.small else SHARE)
                 specs += trials

@@ -60,6 +60,10 @@ def _warnings(record: Grid) -> tuple[str, ...]:
     found = []
     if record.small:
         found.append("This is the small version: it shows that the study runs, and decides nothing.")
+    if record.settings:
+        found.append(
+            f"Of all runs, where the study says nothing else: {shown(', '.join(record.settings), 400)}."
+        )
     if record.missing:
         found.append(f"{len(record.missing)} runs of the plan have not been made yet.")
     after = sum(run.after_looking for run in record.runs)
