@@ -113,6 +113,20 @@ def test_tuning_uses_the_validation_split(
     assert "on this very text" in capsys.readouterr().out
 
 
+def test_dynamic_settings_are_chosen_on_the_validation_split(run: Any, tmp_path: Path) -> None:
+    run.corpus.splits["valid"].tokens = np.tile(run.corpus.splits["valid"].tokens[:30], 5)
+    found = []
+    for test in (run.corpus.splits["test"], split(90, 8)):
+        run.corpus.splits["test"] = test
+        evaluate(parsed(str(tmp_path), "--dynamic", "--tune", "--statistics", "3", "--device", "cpu"))
+        record, _ = results.load(tmp_path / "eval" / "results.json")
+        assert record.scores[1].tuned
+        found.append(record.scores[1].settings)
+    assert found[0] == found[1]
+    # What repeats itself wants larger steps.
+    assert found[0]["lr"] > Dynamic().lr
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -120,6 +134,7 @@ def test_tuning_uses_the_validation_split(
         (["--lr", "0.1"], ["--lr", "--dynamic"]),
         (["--tune"], ["--tune", "--cache"]),
         (["--cache", "--tune", "--theta", "1"], ["--tune", "--theta"]),
+        (["--dynamic", "--tune", "--decay", "0"], ["--tune", "--decay"]),
         (["--cache", "--weight", "1"], ["weight=1"]),
         (["--dynamic", "--segment", "0"], ["length=0"]),
         (["--limit", "-1"], ["--limit"]),

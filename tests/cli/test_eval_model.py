@@ -92,7 +92,7 @@ def test_what_only_a_run_can_be_asked(model: Path, text: Path, tmp_path: Path) -
         (["--dynamic"], "--dynamic follows"),
         (["--batch", 2], "--batch is for runs"),
         (["--stride", 2], "--stride is for runs"),
-        (["--tune"], "--tune is a setting of --cache"),
+        (["--tune"], "--tune chooses settings of --cache"),
     ]:
         with pytest.raises(FullrankError, match=message):
             run(*common, *more)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from fullrank.train.dynamic import (
     evaluate_dynamic,
     from_published,
     gradient_rms,
+    tune_dynamic,
 )
 from fullrank.train.evaluate import evaluate, token_losses
 from tests import small_models
@@ -30,7 +31,7 @@ V = 11
 EOS = 0
 
 
-@dataclass
+@dataclasses.dataclass
 class Text:
     tokens: np.ndarray
     bytes: int = 100
@@ -228,6 +229,23 @@ def test_inside_no_grad_and_end_to_end() -> None:
     assert found.evaluation.standard_error == pytest.approx(plain.standard_error, rel=1e-4)
     assert (found.evaluation.counted, found.evaluation.tokens) == (50, 64)
     assert found.settings is settings
+
+
+@pytest.mark.parametrize(("lr", "way"), [(1e-5, 1), (0.05, -1), (0.0, 0)])
+def test_a_rate_is_chosen_from_either_side_and_none_stays_none(lr: float, way: int) -> None:
+    """On text that repeats itself, which wants a rate between."""
+    model, tokens = lstm(), np.tile(text(30), 8)
+    given = Dynamic(batch=4, length=5, lr=lr)
+    statistics = gradient_rms(model, text(400, 9), eos=EOS, settings=given)
+    before = snapshot(model)
+    chosen = tune_dynamic(model, tokens, statistics, eos=EOS, settings=given)
+    assert np.sign(chosen.lr - given.lr) == way
+    losses = [
+        float(dynamic_losses(model, tokens, statistics, eos=EOS, settings=settings).mean())
+        for settings in (chosen, given)
+    ]
+    assert losses[0] < losses[1] or (chosen == given and way == 0)
+    assert all(torch.equal(one, other) for one, other in zip(before, snapshot(model), strict=True))
 
 
 def test_fewer_batches_of_statistics() -> None:

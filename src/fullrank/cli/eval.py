@@ -48,7 +48,8 @@ class Eval:
     cache: bool = False
     """Also with a neural cache: recent states vote for the tokens that followed them."""
     tune: bool = False
-    """Choose the cache's settings in a small grid, on the validation split or the first third of --text."""
+    """Choose the cache's settings, and rate and decay of dynamic evaluation, on the validation split; the
+    cache's with --text on its first third."""
     checkpoint: str = "best"
     """best by validation, last, or a step that was kept."""
     limit: int = 0
@@ -149,11 +150,14 @@ def _settings(options: Eval) -> tuple[Dynamic | None, Cache | None]:
     from fullrank.train.cache import Cache
     from fullrank.train.dynamic import Dynamic
 
-    for flag, names in (("dynamic", DYNAMIC), ("cache", {**CACHE, "tune": ""})):
+    if options.tune and not (options.dynamic or options.cache):
+        raise FullrankError("--tune chooses settings of --cache and --dynamic: give one of them too")
+    for flag, names in (("dynamic", DYNAMIC), ("cache", CACHE)):
         given = [name for name in names if getattr(options, name) not in (None, False)]
         if given and not getattr(options, flag):
             raise FullrankError(f"--{given[0]} is a setting of --{flag}: give --{flag} too, or leave it out")
-    tuned = [name for name in ("weight", "theta") if getattr(options, name) is not None]
+    chosen = ("weight", "theta", "lr", "decay")
+    tuned = [name for name in chosen if getattr(options, name) is not None]
     if options.tune and tuned:
         raise FullrankError(f"--tune chooses {tuned[0]} itself: give --tune or --{tuned[0]}, not both")
     if options.limit < 0:
@@ -246,11 +250,12 @@ def measure(
             train,
             eos=eos,
             settings=dynamic,
+            tuned_on=splits["valid"] if options.tune else None,
             limit=options.limit,
             device=device,
             progress=told("dynamic"),
         )
-        scores.append(score("dynamic", found.losses, start, dynamic))
+        scores.append(score("dynamic", found.losses, start, found.settings, options.tune))
     context = None if run.model.carries_state else longest(run.model)
     return Evaluated(
         run=str(options.run),

@@ -23,6 +23,7 @@ evaluation mode (pytorch/pytorch#5878), so it is off where a body has one; our L
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -49,6 +50,11 @@ from fullrank.train.evaluate import (
     summarise,
 )
 
+TUNED = 20_000
+"""Tokens that settings are chosen on."""
+WAYS = {"lr": 2.0, "decay": 4.0}
+REACH = 4
+"""What is chosen, by factors of what, and how many of them away from where it begins."""
 UNBOUNDED = 512
 """Tokens that a body without a limit and without a state is given at once."""
 
@@ -112,12 +118,14 @@ def evaluate_dynamic(
     *,
     eos: int,
     settings: Dynamic | None = None,
+    tuned_on: Split | None = None,
     limit: int = 0,
     device: torch.device | str = "cpu",
     blocks: int = BLOCKS,
     progress: Progress | None = None,
 ) -> DynamicEvaluation:
-    """Predict the split, or its first `limit` tokens, with weights that follow it; restored at the end."""
+    """Predict the split, or its first `limit` tokens, with weights that follow it; restored at the end. With
+    `tuned_on`, by the settings that its first tokens want."""
     settings = Dynamic() if settings is None else settings
     start = time.perf_counter()
 
@@ -127,6 +135,13 @@ def evaluate_dynamic(
     statistics = gradient_rms(
         model, train.tokens, eos=eos, settings=settings, device=device, progress=part(0, 0.3)
     )
+    judged = 0.3
+    if tuned_on is not None:
+        judged = 0.7
+        first = limited(tuned_on.tokens, min(TUNED, limit or TUNED))
+        settings = tune_dynamic(
+            model, first, statistics, eos=eos, settings=settings, device=device, progress=part(0.3, judged)
+        )
     losses = dynamic_losses(
         model,
         limited(split.tokens, limit),
@@ -134,7 +149,7 @@ def evaluate_dynamic(
         eos=eos,
         settings=settings,
         device=device,
-        progress=part(0.3, 1),
+        progress=part(judged, 1),
     )
     evaluation = summarise(losses, split, seconds=time.perf_counter() - start, blocks=blocks)
     return DynamicEvaluation(evaluation=evaluation, settings=settings, losses=losses)
@@ -210,6 +225,45 @@ def dynamic_losses(
             if progress is not None:
                 progress(done / len(tokens))
     return torch.cat(losses).float().cpu()[torch.cat(counted)].numpy()
+
+
+def tune_dynamic(
+    model: FullrankForCausalLM,
+    tokens: np.ndarray,
+    statistics: list[Tensor],
+    *,
+    eos: int,
+    settings: Dynamic,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Dynamic:
+    """The rate, then the decay, with the least loss on some text: from `settings` by factors, as long as that
+    lowers it."""
+    most, done = len(WAYS) * (REACH + 1) + 1, 0
+
+    def loss(of: Dynamic) -> float:
+        nonlocal done
+        losses = dynamic_losses(model, tokens, statistics, eos=eos, settings=of, device=device)
+        done += 1
+        if progress is not None:
+            progress(min(1.0, done / most))
+        found = float(losses.mean(dtype=np.float64))
+        return found if math.isfinite(found) else math.inf
+
+    least = loss(settings)
+    for name, factor in WAYS.items():
+        begun = getattr(settings, name)
+        # Downwards first, and on from where nothing is finite.
+        for way in (1 / factor, factor):
+            for distance in range(1, REACH + 1):
+                value = min(begun * way**distance, 1.0)
+                other = dataclasses.replace(settings, **{name: value})
+                if (found := loss(other)) >= least and least < math.inf:
+                    break
+                settings, least = other, found
+            if getattr(settings, name) != begun:
+                break
+    return settings
 
 
 @contextlib.contextmanager
@@ -325,4 +379,5 @@ __all__ = [
     "evaluate_dynamic",
     "from_published",
     "gradient_rms",
+    "tune_dynamic",
 ]
