@@ -27,6 +27,7 @@ import tyro
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.train_speed import random_tokens
 from fullrank.results import provenance, write_whole
 from fullrank.studies.published_grid import HEADS, OURS, SMALL, rounded
 from fullrank.train.config import override
@@ -157,13 +158,7 @@ def main(settings: Settings) -> None:
     steps: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        (place / "tokens").mkdir()
-        draw = np.random.default_rng(0)
-        for name, count in (("train", 1 << 20), ("val", 1 << 14), ("test", 1 << 14)):
-            tokens = draw.integers(0, settings.vocabulary, count, dtype=np.uint16)
-            tokens.tofile(place / "tokens" / f"{name}.bin")
-        said = {"vocabulary_size": settings.vocabulary, "dtype": "uint16"}
-        (place / "tokens" / "tokens.json").write_text(json.dumps(said))
+        random_tokens(place, settings.vocabulary, train=1 << 20, valid=1 << 16)
         for head in HEADS:
             every = {"published": (), "rounded": rounded("awd-lstm-wt2", head)}
             for label, widths in {"small": SMALL}.items() if settings.small else every.items():

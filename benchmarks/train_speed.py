@@ -132,14 +132,20 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def through_the_engine(config: Config, vocab: int, device: str, place: Path) -> dict[str, Any]:
+def random_tokens(place: Path, vocab: int, *, train: int, valid: int) -> Path:
+    """A directory of tokens to train on, made once."""
     tokens = place / "tokens"
     if not tokens.exists():
         tokens.mkdir()
         draw = np.random.default_rng(0)
-        for name, count in (("train", 1 << 25), ("val", 1 << 20), ("test", 1 << 16)):
+        for name, count in (("train", train), ("val", valid), ("test", 1 << 16)):
             draw.integers(0, vocab, count, dtype=np.uint16).tofile(tokens / f"{name}.bin")
         (tokens / "tokens.json").write_text(json.dumps({"vocabulary_size": vocab, "dtype": "uint16"}))
+    return tokens
+
+
+def through_the_engine(config: Config, vocab: int, device: str, place: Path) -> dict[str, Any]:
+    tokens = random_tokens(place, vocab, train=1 << 25, valid=1 << 20)
     out = Path(tempfile.mkdtemp(dir=place, prefix="run-"))
     options = Options(
         data=(), tokens=tokens, out=out, cache=place / "cache", device=device, trackers=(), monitors=True

@@ -377,13 +377,12 @@ def test_a_factor_is_held_against_its_own_level_over_all_others() -> None:
 
 
 def test_a_memory_is_held_against_the_recipes_with_either_batch_and_factors_with_either_memory() -> None:
-    """A small batch lowers the rank by 0.4, of which a longer memory leaves 0.1; the record has no factor for
-    the recipe's memory."""
+    """A small batch lowers the rank by 0.4, of which a longer memory leaves 0.1."""
     made = {spec.name: spec for spec in optimiser_grid.plan({}, Extent(seeds=1))}
     runs = []
     for number, spec in enumerate(made.values()):
-        forgets = "beta2" not in spec.factors
-        assert forgets or "optimiser.beta2=0.999" in spec.settings
+        forgets = spec.factors["beta2"] == "0.95"
+        assert f"optimiser.beta2={spec.factors['beta2']}" in spec.settings
         rank = 0.8 - (0.4 if forgets else 0.1) * (spec.factors["batch"] == "4") + 0.001 * (number % 3)
         runs.append(
             made_by_hand(spec.name, 3.0, monitors={"head_effective_rank_share": rank}, **spec.factors)

@@ -232,10 +232,13 @@ def test_trainings_are_kept_with_the_memory_that_they_began_with(
 ) -> None:
     study = Study(loaded, [], SMALL, tmp_path)
     study.prepare(lambda share: None)
-    before = study.begins("trime")
-    study.memory[False] = dataclasses.replace(study.memory[False], weight=-77.0)
-    assert before != study.begins("trime")
-    assert study.begins("softmax") == ""
+    other = {**study.memory, False: dataclasses.replace(study.memory[False], weight=-77.0)}
+
+    def name(memory: dict[bool, histalign_setting.MemoryStart], method: str) -> str:
+        return histalign_setting.kept_as(study.of, method, histalign_setting.start_of(memory, method))
+
+    for method, alike in (("trime", False), ("softmax", True), ("histalign_cosine", True)):
+        assert (name(study.memory, method) == name(other, method)) is alike
 
 
 def test_few_prompts_and_little_text_to_judge(loaded: loading.Loaded, tmp_path: Path) -> None:

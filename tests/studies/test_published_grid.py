@@ -10,7 +10,7 @@ import pytest
 from fullrank.errors import FullrankError
 from fullrank.fit.budget import Budget
 from fullrank.studies.grid_plan import Extent
-from fullrank.studies.published_grid import LR, REFERENCES, SECONDS, SHARE, Name, study
+from fullrank.studies.published_grid import REFERENCES, SECONDS, SHARE, Name, study
 from fullrank.train.config import override
 from fullrank.train.recipes import recipe
 from tests.studies.made_runs import decisions, followed, made_by_hand, plain_end
@@ -42,8 +42,8 @@ def test_one_rate_is_taken_untried() -> None:
     made = followed(study(rates=(0.5,)), Extent(seeds=1), plain_end)
     assert set(made) == {"softmax-seed0", "mos-seed0"}
     for spec in made.values():
-        assert override(recipe(spec.recipe, spec.head), spec.settings).optimiser.lr == LR / 2
-    for wrong in ((), (0.0,), (1.0, math.nan)):
+        assert override(recipe(spec.recipe, spec.head), spec.settings).optimiser.lr == 2e-3
+    for wrong in ((0.0,), (1.0, math.nan)):
         with pytest.raises(FullrankError, match="--rates"):
             study(rates=wrong)
 

@@ -238,14 +238,20 @@ def test_a_rate_is_chosen_from_either_side_and_none_stays_none(lr: float, way: i
     given = Dynamic(batch=4, length=5, lr=lr)
     statistics = gradient_rms(model, text(400, 9), eos=EOS, settings=given)
     before = snapshot(model)
-    chosen = tune_dynamic(model, tokens, statistics, eos=EOS, settings=given)
+
+    def loss(of: Dynamic) -> float:
+        return float(dynamic_losses(model, tokens, statistics, eos=EOS, settings=of).mean())
+
+    chosen = tune_dynamic(given, loss)
     assert np.sign(chosen.lr - given.lr) == way
-    losses = [
-        float(dynamic_losses(model, tokens, statistics, eos=EOS, settings=settings).mean())
-        for settings in (chosen, given)
-    ]
-    assert losses[0] < losses[1] or (chosen == given and way == 0)
+    assert loss(chosen) < loss(given) or (chosen == given and way == 0)
     assert all(torch.equal(one, other) for one, other in zip(before, snapshot(model), strict=True))
+
+
+def test_a_rate_that_diverges_is_walked_away_from() -> None:
+    best, given = 0.1, Dynamic(lr=0.8)
+    chosen = tune_dynamic(given, lambda of: math.nan if of.lr > 0.3 else abs(math.log(of.lr / best)))
+    assert chosen == dataclasses.replace(given, lr=0.1)
 
 
 def test_fewer_batches_of_statistics() -> None:

@@ -148,8 +148,9 @@ class Published(_Grid):
 
     reference: Literal["wikitext-2", "ptb"] = "wikitext-2"
     """Text whose published sizes and perplexities are taken; --data may be any."""
-    rates: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """Factors of the study's learning rate, tried on a sixteenth of a run; one alone is taken untried."""
+    rates: tuple[float, ...] = ()
+    """Factors of the study's learning rate, tried on a sixteenth of a run: 0.5, 1 and 2 by default; one alone
+    is taken untried."""
 
 
 @dataclass(frozen=True, kw_only=True)

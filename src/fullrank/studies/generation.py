@@ -46,8 +46,10 @@ from fullrank.studies.histalign_setting import (
     COSINE,
     RANKED,
     cosine_note,
+    kept_as,
     losses_by_rate,
     memory_start,
+    start_of,
 )
 from fullrank.studies.recorded_texts import RecordedTexts, Texts
 from fullrank.studies.upper_layers import UpperLayers
@@ -56,7 +58,6 @@ from fullrank.upgrade import upgrade
 
 METHODS = ("base", "softmax", "trime", "histalign", "mos", "trunk_cache")
 ABLATIONS = ("histalign_cosine",)
-MEMORIES = ("trime", "histalign", "trunk_cache", "histalign_cosine")
 FORMAT = 3
 """Of what is kept; raised when its meaning changes."""
 CALIBRATED = 16
@@ -210,16 +211,14 @@ class Study:
             plain = self.plain.lm_head
             # A copy that shares W: a cache takes its base apart.
             base = copy.deepcopy(plain, {id(plain.decoder): plain.decoder})
-        if method not in MEMORIES:
-            return base.to(self.device)
-        return self.memory[method in COSINE].head(base).to(self.device)
+        start = start_of(self.memory, method)
+        return (base if start is None else start.head(base)).to(self.device)
 
     def one(self, method: str, seed: int, rate: float | None) -> dict[str, Any]:
         """A training with its texts and measures, from its file or from its start; None trains nothing."""
         name = f"{method}-seed{seed}-{rate or 0:g}"
         file = self.directory / self.of[:16] / f"{name}.safetensors"
-        start = f" {self.memory[method in COSINE]}" if method in MEMORIES else ""
-        of = f"{self.of} {name}{start}"
+        of = kept_as(self.of, name, start_of(self.memory, method))
         facts = checkpoints.finished(checkpoints.read(file, of))
         if facts is not None:
             return facts

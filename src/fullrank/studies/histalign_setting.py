@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -40,7 +40,7 @@ RANKED = {
 """Methods with the ranking loss, and what becomes of a position's pairs."""
 COSINE = ("histalign_cosine",)
 UNCREDITED = ("trime_uncredited", "histalign_uncredited")
-MEMORIES = ("cache", "trime", "trime_uncredited", *RANKED)
+MEMORIES = ("cache", "trime", "trunk_cache", "trime_uncredited", *RANKED)
 SPLITS = ("train", "one overlap", "no overlap")
 GROWTH, BEYOND = 4, 3.0
 """How often a grid of rates may grow, and by which factor."""
@@ -213,13 +213,8 @@ class Study:
         plain = self.plain.lm_head
         # A copy that shares W: a cache takes its base apart.
         base = copy.deepcopy(plain, {id(plain.decoder): plain.decoder})
-        if method not in MEMORIES:
-            return base
-        return self.memory[method in COSINE].head(base).to(self.device)
-
-    def begins(self, method: str) -> str:
-        """What its trainings are kept under, beside what all have."""
-        return f" {self.memory[method in COSINE]}" if method in MEMORIES else ""
+        start = start_of(self.memory, method)
+        return base if start is None else start.head(base).to(self.device)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -281,6 +276,16 @@ class MemoryStart:
 
     def head(self, base: Head) -> CacheHead:
         return CacheHead(base, temperature=self.temperature, memory_weight=self.weight, cosine=self.cosine)
+
+
+def start_of(memory: Mapping[bool, MemoryStart], method: str) -> MemoryStart | None:
+    """What a method's memory begins with, by products or by cosines; None where it has none."""
+    return memory[method in COSINE] if method in MEMORIES else None
+
+
+def kept_as(of: str, name: str, start: MemoryStart | None) -> str:
+    """What a training is kept under: what all share, its own name, and what its memory began with."""
+    return f"{of} {name}" if start is None else f"{of} {name} {start}"
 
 
 def _whole(tokens: int, window: int) -> int:

@@ -16,7 +16,7 @@ from fullrank.heads import Head
 from fullrank.heads.alignment import alignment_loss
 from fullrank.heads.cache import CacheHead, of_one_length
 from fullrank.studies import template_task
-from fullrank.studies.histalign_setting import COSINE, RANKED, UNCREDITED, Study
+from fullrank.studies.histalign_setting import COSINE, RANKED, UNCREDITED, Study, kept_as, start_of
 from fullrank.studies.template_task import Batch
 from fullrank.studies.upper_training import DivergedError, added, training
 from fullrank.theory import least_rank
@@ -44,7 +44,7 @@ def one(
 ) -> Found:
     """A method, seed and rate, from its file or from its start; None trains nothing."""
     file = study.directory / study.of[:16] / f"{method}-seed{seed}-{rate or 0:g}.safetensors"
-    of = f"{study.of} {file.name}{study.begins(method)}"
+    of = kept_as(study.of, file.name, start_of(study.memory, method))
     kept = checkpoints.read(file, of)
     facts = checkpoints.finished(kept)
     if kept is not None and facts is not None:

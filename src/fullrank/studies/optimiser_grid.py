@@ -39,13 +39,14 @@ LEVELS = {
     "batch": ("4", "16"),
     "decay": ("0", "0.1"),
     "schedule": ("constant", "cosine", "wsd"),
+    "beta2": ("0.95", "0.999"),
 }
-OWN = {"rate": "1", "batch": "16", "decay": "0.1", "schedule": "constant"}
+OWN = {"rate": "1", "batch": "16", "decay": "0.1", "schedule": "constant", "beta2": "0.95"}
 """The level that the others of a factor are held against."""
-SMALL_LEVELS = {"rate": ("1", "4"), "batch": ("4", "8"), "decay": ("0.1",), "schedule": ("constant",)}
-SMALL_OWN = {"rate": "1", "batch": "8", "decay": "0.1", "schedule": "constant"}
-BETA2, LONG = "0.95", "0.999"
-"""The recipe's own, whose runs have no such factor, and one more, at its own decay."""
+SMALL_LEVELS = {
+    "rate": ("1", "4"), "batch": ("4", "8"), "decay": ("0.1",), "schedule": ("constant",), "beta2": ("0.95",),
+}  # fmt: skip
+SMALL_OWN = {"rate": "1", "batch": "8", "decay": "0.1", "schedule": "constant", "beta2": "0.95"}
 RATE = 4e-3
 """What widths of 32 to 512 want, within a factor of two."""
 WIDTHS, SMALL_WIDTHS = (32, 128), (16,)
@@ -74,37 +75,37 @@ def plan(done: Done, extent: Extent) -> list[Spec]:
     levels = SMALL_LEVELS if extent.small else LEVELS
     own = SMALL_OWN if extent.small else OWN
     specs = []
-    for memory in (BETA2,) if extent.small else (BETA2, LONG):
-        for width in SMALL_WIDTHS if extent.small else WIDTHS:
-            for values in itertools.product(*levels.values()):
-                chosen = dict(zip(levels, values, strict=True))
-                if memory != BETA2 and chosen["decay"] != own["decay"]:
-                    continue
-                specs.append(_of(width, chosen, memory, int(own["batch"]), extent))
+    for width in SMALL_WIDTHS if extent.small else WIDTHS:
+        for values in itertools.product(*levels.values()):
+            chosen = dict(zip(levels, values, strict=True))
+            if chosen["beta2"] != own["beta2"] and chosen["decay"] != own["decay"]:
+                continue
+            # Equal tokens: fewer rows, more steps.
+            more = int(own["batch"]) // int(chosen["batch"])
+            recipe, settings = transformer(
+                width, extent, steps=3000 * more, small_steps=80 * more, evaluations=15
+            )
+            settings = (
+                *settings, f"batch={chosen['batch']}", f"optimiser.lr={RATE * float(chosen['rate']):g}",
+                f"optimiser.weight_decay={chosen['decay']}", f"optimiser.schedule={chosen['schedule']}",
+                f"optimiser.beta2={chosen['beta2']}",
+            )  # fmt: skip
+            specs.append(
+                Spec(
+                    name=f"width{width}-" + "-".join(f"{name}{value}" for name, value in chosen.items()),
+                    recipe=recipe,
+                    settings=settings,
+                    factors={"width": str(width), **chosen},
+                )
+            )
     return specs
-
-
-def _of(width: int, chosen: dict[str, str], memory: str, batch: int, extent: Extent) -> Spec:
-    # Equal tokens: fewer rows than the recipe's `batch`, more steps.
-    more = batch // int(chosen["batch"])
-    recipe, settings = transformer(width, extent, steps=3000 * more, small_steps=80 * more, evaluations=15)
-    beyond = {} if memory == BETA2 else {"beta2": memory}
-    return Spec(
-        name=f"width{width}-" + "-".join(f"{name}{value}" for name, value in (chosen | beyond).items()),
-        recipe=recipe, factors={"width": str(width), **chosen, **beyond},
-        settings=(
-            *settings, f"batch={chosen['batch']}", f"optimiser.lr={RATE * float(chosen['rate']):g}",
-            f"optimiser.weight_decay={chosen['decay']}", f"optimiser.schedule={chosen['schedule']}",
-            *(f"optimiser.{name}={value}" for name, value in beyond.items()),
-        ),
-    )  # fmt: skip
 
 
 def answers(runs: Sequence[GridRun]) -> tuple[GridAnswer, ...]:
     whole = [run for run in runs if run.last is not None]
     found: list[GridAnswer] = []
     for name, unit, smallest, words, measure in QUANTITIES:
-        ends = {tuple(sorted({"beta2": BETA2, **run.factors}.items())): measure(run) for run in whole}
+        ends = {tuple(sorted(run.factors.items())): measure(run) for run in whole}
         found += _effects(
             name, {key: end for key, end in ends.items() if end is not None}, unit, smallest, words
         )
@@ -118,13 +119,15 @@ def _effects(
     itself; and of the memory, with either batch."""
     runs = [dict(key) for key in ends]
     small = any(run["batch"] == SMALL_OWN["batch"] for run in runs)
+    own = SMALL_OWN if small else OWN
     asked = [
-        (factor, level, {"beta2": memory}, "" if memory == BETA2 else f", beta2 {memory}")
+        (factor, level, {"beta2": memory}, "" if memory == own["beta2"] else f", beta2 {memory}")
         for memory in dict.fromkeys(run["beta2"] for run in runs)
-        for factor, level in (SMALL_OWN if small else OWN).items()
+        for factor, level in own.items()
+        if factor != "beta2"
     ]
     for batch in dict.fromkeys(run["batch"] for run in runs):
-        asked.append(("beta2", BETA2, {"batch": batch}, f", batch {batch}"))
+        asked.append(("beta2", own["beta2"], {"batch": batch}, f", batch {batch}"))
     for factor, level, among, where in asked:
         others = [run for run in runs if run[factor] != level and among.items() <= run.items()]
         for other in dict.fromkeys(run[factor] for run in others):

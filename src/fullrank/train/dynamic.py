@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,11 +138,16 @@ def evaluate_dynamic(
     )
     judged = 0.3
     if tuned_on is not None:
-        judged = 0.7
+        judged, tried = 0.7, itertools.count(1)
         first = limited(tuned_on.tokens, min(TUNED, limit or TUNED))
-        settings = tune_dynamic(
-            model, first, statistics, eos=eos, settings=settings, device=device, progress=part(0.3, judged)
-        )
+
+        def loss(of: Dynamic) -> float:
+            found = dynamic_losses(model, first, statistics, eos=eos, settings=of, device=device)
+            if progress is not None:
+                progress(min(judged, 0.3 + 0.04 * next(tried)))
+            return float(found.mean(dtype=np.float64))
+
+        settings = tune_dynamic(settings, loss)
     losses = dynamic_losses(
         model,
         limited(split.tokens, limit),
@@ -227,38 +233,21 @@ def dynamic_losses(
     return torch.cat(losses).float().cpu()[torch.cat(counted)].numpy()
 
 
-def tune_dynamic(
-    model: FullrankForCausalLM,
-    tokens: np.ndarray,
-    statistics: list[Tensor],
-    *,
-    eos: int,
-    settings: Dynamic,
-    device: torch.device | str = "cpu",
-    progress: Progress | None = None,
-) -> Dynamic:
-    """The rate, then the decay, with the least loss on some text: from `settings` by factors, as long as that
-    lowers it."""
-    most, done = len(WAYS) * (REACH + 1) + 1, 0
+def tune_dynamic(settings: Dynamic, loss: Callable[[Dynamic], float]) -> Dynamic:
+    """The rate, then the decay, with the least loss: by factors from `settings`, while that lowers it."""
 
-    def loss(of: Dynamic) -> float:
-        nonlocal done
-        losses = dynamic_losses(model, tokens, statistics, eos=eos, settings=of, device=device)
-        done += 1
-        if progress is not None:
-            progress(min(1.0, done / most))
-        found = float(losses.mean(dtype=np.float64))
+    def asked(of: Dynamic) -> float:
+        found = loss(of)
         return found if math.isfinite(found) else math.inf
 
-    least = loss(settings)
+    least = asked(settings)
     for name, factor in WAYS.items():
         begun = getattr(settings, name)
         # Downwards first, and on from where nothing is finite.
         for way in (1 / factor, factor):
             for distance in range(1, REACH + 1):
-                value = min(begun * way**distance, 1.0)
-                other = dataclasses.replace(settings, **{name: value})
-                if (found := loss(other)) >= least and least < math.inf:
+                other = dataclasses.replace(settings, **{name: min(begun * way**distance, 1.0)})
+                if (found := asked(other)) >= least and least < math.inf:
                     break
                 settings, least = other, found
             if getattr(settings, name) != begun:
