@@ -7,6 +7,8 @@ python -m benchmarks.study_chart results/study_heads_128.json --without "equal c
 python -m benchmarks.study_chart results/study_cause.json --strip "loss: "
 python -m benchmarks.study_chart results/study_width.json --curves head_effective_rank_share
     --without constant
+python -m benchmarks.study_chart results/study_spam.json --curves ""
+    --without v8192 v32768 x2 rate mos4 trunk10 sigsoftmax _as_
 python -m benchmarks.study_chart results/study_optimiser.json --without rise "end at"
     --strip "effective rank at " "schedule "
 """

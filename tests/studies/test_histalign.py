@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from fullrank.models import loading
 from fullrank.results import Templates
 from fullrank.studies import histalign, histalign_setting, histalign_training
 from fullrank.studies.histalign_setting import ABLATIONS, METHODS, Config, Study, losses_by_rate
+from fullrank.studies.template_task import Batch
 from fullrank.studies.upper_training import DivergedError
 
 SMALL = Config(
@@ -200,16 +201,51 @@ def test_answers_at_one_position_are_those_of_the_whole_head(loaded: loading.Loa
     torch.testing.assert_close(histalign_training.answer_log_probs(head, states, ids), whole[:, -1])
 
 
-def test_a_memory_starts_where_it_costs_least(loaded: loading.Loaded, tmp_path: Path) -> None:
+@torch.no_grad()
+def test_a_memory_starts_where_prompts_and_text_cost_least(loaded: loading.Loaded, tmp_path: Path) -> None:
     study = Study(loaded, [], SMALL, tmp_path)
     study.prepare(lambda share: None)
-    ids, recorded = study.training_ids, study.training
-    states = study.upper.states(ids, recorded).detach()[:, :-1]
-    plain, cache = study.head("softmax", 0), study.head("trime", 0)
-    with torch.no_grad():
-        without = plain(states, ids[:, 1:])
-        beside = cache(states, ids[:, 1:], context=ids[:, :-1])
-    assert float(beside) <= float(without) + 0.02
+    ids = study.training_ids[:32]
+    states = study.upper.states(ids, study.training[:32])[:, :-1]
+    batches = study.prompts(SMALL.seeds[0], lambda share: None)["train"]
+
+    def answered(head: CacheHead, batch: Batch, which: int) -> torch.Tensor:
+        targets = torch.full_like(batch.ids, -100)
+        targets[:, -1] = batch.pieces[:, which, 0]
+        read = study.upper.states(batch.ids, batch.recorded)
+        return head(read, targets, context=batch.ids, reduction="none")[:, -1]
+
+    def loss(head: CacheHead) -> float:
+        prompts = torch.cat([answered(head, batch, which) for batch in batches for which in (0, 1)])
+        return float(prompts.mean() + head(states, ids[:, 1:], context=ids[:, :-1]))
+
+    begun = loss(cast(CacheHead, study.head("trime", 0)))
+    for weight in (-100.0, study.memory[False].weight - 4, study.memory[False].weight + 4):
+        other = dataclasses.replace(study.memory[False], weight=weight)
+        assert begun <= loss(other.head(study.head("softmax", 0))) + 1e-4
+
+
+def _copies(*, copied: bool) -> histalign_setting.Trained:
+    """States whose next token stood behind the same state before, or never does."""
+    torch.manual_seed(1)
+    states = 4 * torch.randn(4, 6, 16).repeat(1, 2, 1)
+    context = torch.randint(0, 25, (4, 6)).repeat(1, 2)
+    targets = context.roll(-1, 1) + (0 if copied else 25)
+    return histalign_setting.Trained(states=states, context=context, targets=targets)
+
+
+@torch.no_grad()
+def test_prompts_that_want_a_memory_open_one_that_text_would_close() -> None:
+    head = Softmax(hidden=16, vocab=50)
+    text, prompts = _copies(copied=False), _copies(copied=True)
+    closed = histalign_setting.memory_start(head, [text]).head(head)
+    opened = histalign_setting.memory_start(head, [prompts, text]).head(head)
+
+    def loss(cache: CacheHead, part: histalign_setting.Trained) -> float:
+        return float(cache(part.states, part.targets, context=part.context))
+
+    assert loss(opened, prompts) < loss(closed, prompts) - 0.1
+    assert loss(opened, prompts) + loss(opened, text) < loss(closed, prompts) + loss(closed, text)
 
 
 @torch.no_grad()
@@ -220,7 +256,8 @@ def test_a_memory_that_only_costs_is_open_all_the_same(cosine: bool) -> None:
     states = torch.randn(4, 12, 16)
     context = torch.randint(0, 25, (4, 12))
     targets = context + 25
-    start = histalign_setting.memory_start(head, states, context, targets, cosine=cosine)
+    trained = histalign_setting.Trained(states=states, context=context, targets=targets)
+    start = histalign_setting.memory_start(head, [trained], cosine=cosine)
     cache = start.head(head)
     lost = cache(states, targets, context=context, reduction="none") - head(states, targets, reduction="none")
     share = float((1 - (-lost).exp()).mean())

@@ -728,3 +728,26 @@ def test_the_resident_size_is_flat(shop: Workshop, out: str) -> None:
     # A step's rows alone, 8 x 20 tokens of 3 x 48 floats, leaked 1,200 times, would be 110 MB; the log's
     # evaluations, TensorBoard's queue and the allocator's arenas move by a few MB.
     assert late - early < 16 * 2**20
+
+
+def test_a_device_without_memory_is_one_sentence_and_the_run_goes_on_in_parts(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small("awd-lstm", "softmax", *NO_DROPOUT, "batch=6", "steps=8")
+    update = loop.Learner.step
+
+    def burst(learner: loop.Learner, *given: Any) -> Any:
+        if len(steps) == 5:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 1.38 GiB. GPU 0 has a total capacity of 139.80 GiB"
+            )
+        steps.append(1)
+        return update(learner, *given)
+
+    steps: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Learner, "step", burst)
+        with pytest.raises(FullrankError, match=r"allocate 1.38 GiB: .* --set accumulate=2") as caught:
+            shop.run(config, "burst")
+    assert "\n" not in str(caught.value)
+    assert shop.run(override(config, ["accumulate=2"]), "burst").reason == "finished"

@@ -134,8 +134,8 @@ def _run(options: Any) -> tuple[int, Path | dict[str, Any] | None]:
     except Exception as error:
         if os.environ.get(DEBUG):
             raise
-        if "not enough memory" in str(error):
-            # What torch's allocator says, as a RuntimeError.
+        if "not enough memory" in str(error) or "out of memory" in str(error):
+            # What torch's allocators say, of a processor and of a GPU, as RuntimeErrors.
             return _complained(NO_MEMORY, 2)
         return _complained(
             f"a mistake of ours, {type(error).__name__}: {error}; run again with {DEBUG}=1 and "

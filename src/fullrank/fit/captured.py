@@ -114,6 +114,8 @@ class CapturedStep:
             # The threads that pin the next batch and write checkpoints go on beside it.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.found = update(*self.inputs)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise FullrankError(
                 f"a step of this model cannot be one CUDA graph ({str(error).splitlines()[0]}): {remedy}"

@@ -45,6 +45,7 @@ from fullrank.studies.generation_tasks import Example, Task
 from fullrank.studies.histalign_setting import (
     COSINE,
     RANKED,
+    Trained,
     cosine_note,
     kept_as,
     losses_by_rate,
@@ -194,11 +195,9 @@ class Study:
         calibrated = self.texts.of(self.train[:CALIBRATED])
         with torch.no_grad():
             states = self.upper.states(calibrated.ids, calibrated.recorded)
+        trained = Trained(states=states, context=calibrated.context, targets=calibrated.targets)
         self.memory = {
-            cosine: memory_start(
-                self.plain.lm_head, states, calibrated.context, calibrated.targets, cosine=cosine
-            )
-            for cosine in (False, True)
+            cosine: memory_start(self.plain.lm_head, [trained], cosine=cosine) for cosine in (False, True)
         }
 
     def head(self, method: str, seed: int) -> Head:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ FORMAT = 2
 STORY = 160
 """Tokens of a text with names that are read."""
 CALIBRATED = 32
-"""Windows of text that the memory's start is chosen on."""
+"""Prompts, texts or windows that the memory's start is chosen on."""
 TEMPERATURES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Of the memory, in units of sqrt(H)."""
 WEIGHTS = tuple(float(weight) for weight in range(-100, 12, 2))
@@ -186,12 +188,7 @@ class Study:
 
     def prompts(self, seed: int, progress: Callable[[float], None]) -> dict[str, list[Batch]]:
         """The prompts of a seed's splits, by length."""
-        drawn = templates.splits(
-            train=self.config.train,
-            held_out=self.config.held_out,
-            seed=seed,
-            keep=lambda prompt: template_task.encode(self.tokenizer, prompt) is not None,
-        )
+        drawn = self._drawn(seed)
         found: dict[str, list[Batch]] = {}
         for place, (name, chosen) in enumerate(
             zip(SPLITS, (drawn.train, drawn.one_overlap, drawn.no_overlap), strict=True)
@@ -204,6 +201,14 @@ class Study:
             ]
             progress((place + 1) / len(SPLITS))
         return found
+
+    def _drawn(self, seed: int) -> templates.Splits:
+        return templates.splits(
+            train=self.config.train,
+            held_out=self.config.held_out,
+            seed=seed,
+            keep=lambda prompt: template_task.encode(self.tokenizer, prompt) is not None,
+        )
 
     def head(self, method: str, seed: int) -> Head:
         """The output layer of a method, with the model's own matrix; the same distribution but for memory."""
@@ -255,13 +260,41 @@ class Study:
 
     @torch.no_grad()
     def _memory_start(self, cosine: bool) -> MemoryStart:
-        """With the least loss on the text to train on."""
+        """With the least loss of what is trained on: answers to the first seed's prompts, and text."""
         head = self.plain.lm_head
         if self.config.as_published:
             return MemoryStart(temperature=math.sqrt(head.hidden), weight=0.0, cosine=cosine)
         ids = self.training_ids[:CALIBRATED]
         states = self.upper.states(ids, self.training[:CALIBRATED])[:, :-1]
-        return memory_start(head, states, ids[:, :-1], ids[:, 1:], cosine=cosine)
+        text = Trained(states=states, context=ids[:, :-1], targets=ids[:, 1:])
+        return memory_start(head, [self._answered(), text], cosine=cosine)
+
+    def _answered(self) -> Trained:
+        """Prompts to train on, each with either answer."""
+        encoded = [
+            template_task.encode(self.tokenizer, one) for one in self._drawn(self.config.seeds[0]).train
+        ]
+        rows = [(one.ids, answer) for one in encoded[:CALIBRATED] if one for answer in one.answers]
+        context = torch.full((len(rows), max(len(ids) for ids, _ in rows)), -1)
+        targets = torch.full_like(context, -100)
+        for row, (ids, answer) in enumerate(rows):
+            context[row, : len(ids)] = torch.tensor(ids)
+            targets[row, len(ids) - 1] = answer
+        context, targets = context.to(self.device), targets.to(self.device)
+        read = context.clamp_min(0)
+        states = self.upper.states(read, self._record(read, lambda share: None))
+        return Trained(states=states, context=context, targets=targets)
+
+
+class Trained(NamedTuple):
+    """Some of what is trained on."""
+
+    states: Tensor
+    """[n, time, H]"""
+    context: Tensor
+    """[n, time] the ids under them, negative where there is padding."""
+    targets: Tensor
+    """[n, time] those below 0 do not count."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,35 +363,32 @@ def cosine_note(start: MemoryStart) -> str:
 
 
 @torch.no_grad()
-def memory_start(
-    head: Head, states: Tensor, context: Tensor, targets: Tensor, *, cosine: bool = False
-) -> MemoryStart:
-    """Temperature and log weight with which a memory of states [n, time, H] has the least loss beside `head`
-    while it is open.
-
-    `context` are the ids under the states, negative where there is padding; targets below 0 do not count.
-    """
-    counted = targets >= 0
-    score, normaliser = linear_logprob(
-        states[counted],
-        head.decoder.weight,
-        targets[counted],
-        bias=head.decoder.bias,
-        pointwise=head.pointwise,
-    )
-    held = entry_tokens(context)
+def memory_start(head: Head, trained: Sequence[Trained], *, cosine: bool = False) -> MemoryStart:
+    """Temperature and log weight with which a memory beside `head` has the least loss of what is trained on
+    while it is open: the sum of mean losses, as training adds them."""
     natural = math.sqrt(head.hidden)
-    keys = of_one_length(states) if cosine else states
-    best = (True, math.inf, natural, 0.0)
-    for factor in TEMPERATURES:
-        temperature = factor * natural
-        agreeing, every = (
-            found[counted]
-            for found in memory_logsumexp(keys / temperature, keys, held, targets.clamp_min(-1))
+    losses: defaultdict[tuple[float, float], float] = defaultdict(float)
+    shares: defaultdict[tuple[float, float], float] = defaultdict(float)
+    for states, context, targets in trained:
+        counted, held = targets >= 0, entry_tokens(context)
+        score, normaliser = linear_logprob(
+            states[counted],
+            head.decoder.weight,
+            targets[counted],
+            bias=head.decoder.bias,
+            pointwise=head.pointwise,
         )
-        for weight in WEIGHTS:
-            joined = torch.logaddexp(normaliser, every + weight)
-            loss = float((joined - torch.logaddexp(score, agreeing + weight)).mean())
-            closed = float((every + weight - joined).exp().mean()) < OPEN
-            best = min(best, (closed, loss, temperature, weight))
-    return MemoryStart(temperature=best[2], weight=best[3], cosine=cosine)
+        keys = of_one_length(states) if cosine else states
+        for factor in TEMPERATURES:
+            agreeing, every = (
+                found[counted]
+                for found in memory_logsumexp(keys / (factor * natural), keys, held, targets.clamp_min(-1))
+            )
+            for weight in WEIGHTS:
+                joined = torch.logaddexp(normaliser, every + weight)
+                loss = joined - torch.logaddexp(score, agreeing + weight)
+                losses[factor, weight] += float(loss.mean())
+                shares[factor, weight] += float((every + weight - joined).exp().mean()) / len(trained)
+    # One that is closed is chosen where all are.
+    factor, weight = min(losses, key=lambda start: (shares[start] < OPEN, losses[start]))
+    return MemoryStart(temperature=factor * natural, weight=weight, cosine=cosine)

@@ -130,10 +130,22 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
             session.publish()
         try:
             return session.run(stop, trackers)
+        except torch.OutOfMemoryError as error:
+            raise FullrankError(
+                f"{str(error).splitlines()[0].split('. GPU')[0]}: the same command goes on with --set "
+                f"accumulate={_finer(config)}, which cuts a step's batch into parts, or where less else runs "
+                "on the device"
+            ) from error
         finally:
             session.ahead.close()
             session.writer.close()
             session.journal.close()
+
+
+def _finer(config: Config) -> int:
+    """Parts that a batch can be cut into, more than now where that is possible."""
+    parts = (n for n in range(config.accumulate + 1, config.batch + 1) if config.batch % n == 0)
+    return next(parts, config.accumulate)
 
 
 def _corpus(config: Config, options: Options, show: Show) -> data.Corpus:

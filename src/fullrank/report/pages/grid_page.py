@@ -192,7 +192,8 @@ def _traced(
     y: Axis,
 ) -> Curves:
     whole = [run for run in runs if "trial" not in run.factors and len(run.curve) > 1]
-    names = list(dict.fromkeys(_colour_of(run) for run in whole))
+    coloured = _coloured(whole)
+    names = list(dict.fromkeys(coloured(run) for run in whole))
     looks = {name: MODEL_COLOURS[place % len(MODEL_COLOURS)] for place, name in enumerate(names)}
     # More of them than colours: the second round is dashed.
     styles = {name: STYLES[min(2, place // len(MODEL_COLOURS))] for place, name in enumerate(names)}
@@ -204,7 +205,7 @@ def _traced(
             if along(run, point) > 0 and math.isfinite(value := height(point))
         )
         if points:
-            name = _colour_of(run)
+            name = coloured(run)
             traces.append(Trace(colour=looks[name], style=styles[name], dots=False, points=points))
     return Curves(
         x=x,
@@ -247,9 +248,14 @@ def _curves(record: Grid) -> Iterator[Section]:
         )  # fmt: skip
 
 
-def _colour_of(run: GridRun) -> str:
-    """The first two factors."""
-    return ", ".join(f"{name} {value}" for name, value in list(run.factors.items())[:2])
+def _coloured(runs: Sequence[GridRun]) -> Callable[[GridRun], str]:
+    """What a run's colour says: the first two factors, of those in which the runs differ."""
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        for name, value in run.factors.items():
+            values.setdefault(name, set()).add(value)
+    told = [name for name in values if len(values[name]) > 1][:2] or list(values)[:2]
+    return lambda run: ", ".join(f"{name} {run.factors[name]}" for name in told if name in run.factors)
 
 
 def _runs(record: Grid) -> Section:
