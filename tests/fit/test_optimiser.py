@@ -63,6 +63,24 @@ def test_every_parameter_is_updated_once_and_only_matrices_decay() -> None:
     assert isinstance(published, torch.optim.SGD)
 
 
+def test_adam_decays_what_has_no_gradient_at_full_rate_and_adamw_by_its_share() -> None:
+    ends = {}
+    for name in ("adam", "adamw"):
+        model = nn.Linear(3, 2, bias=False)
+        nn.init.constant_(model.weight, 0.5)
+        config = OptimiserConfig(name=name, lr=0.01, weight_decay=1e-3)
+        made = optimiser.make(model, config, torch.device("cpu"))
+        # A row that a batch has, and one that it has not.
+        model.weight.grad = torch.tensor([[1.0] * 3, [0.0] * 3])
+        made.step()
+        ends[name] = model.weight.detach()
+    # The first step of either is its rate, whatever the size of the gradient.
+    torch.testing.assert_close(ends["adam"], torch.full((2, 3), 0.49), rtol=0, atol=1e-6)
+    decayed = 0.5 * (1 - 0.01 * 1e-3)
+    expected = torch.tensor([[decayed - 0.01] * 3, [decayed] * 3])
+    torch.testing.assert_close(ends["adamw"], expected, rtol=0, atol=1e-6)
+
+
 def test_muon_takes_hidden_matrices_and_moves_each_by_an_orthogonal_step() -> None:
     made = model()
     settings = OptimiserConfig(name="muon", lr=0.1, weight_decay=0.0)

@@ -53,23 +53,24 @@ def same(left: Batch, right: Batch) -> bool:
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 9), st.integers(0, 200), st.integers(-3, 5))
 
 
-@given(sizes=sizes, jitter=st.booleans(), epoch=st.integers(0, 3))
+@given(sizes=sizes, jitter=st.booleans(), rotate=st.booleans(), epoch=st.integers(0, 3))
 def test_streams_predict_every_token_once_and_in_order(
-    sizes: tuple[int, int, int, int], jitter: bool, epoch: int
+    sizes: tuple[int, int, int, int], jitter: bool, rotate: bool, epoch: int
 ) -> None:
     batch, length, more, seed = sizes
     count = batch * length + 1 + more
-    streams = Streams(numbered(count), batch=batch, length=length, jitter=jitter, seed=seed)
+    streams = Streams(numbered(count), batch=batch, length=length, jitter=jitter, seed=seed, rotate=rotate)
     batches = epoch_of(streams, epoch)
     assert len(batches) == streams.steps(epoch)
     assert [item.fresh for item in batches] == [True] + [False] * (len(batches) - 1)
     ids = torch.cat([item.ids for item in batches], dim=1)
     targets = torch.cat([item.targets for item in batches], dim=1)
     assert ids.dtype == targets.dtype == torch.int64
-    assert torch.equal(targets, ids + 1)
+    assert torch.equal(targets, (ids + 1) % count)
     # Row after row, the streams are the text, but for fewer than `batch` tokens at its end.
     predicted = targets.flatten()
-    assert torch.equal(predicted, torch.arange(1, len(predicted) + 1))
+    first = ids.flatten()[0] if rotate else 0
+    assert torch.equal(predicted, (first + torch.arange(1, len(predicted) + 1)) % count)
     assert 0 <= count - 1 - len(predicted) < batch
     assert sum(item.tokens for item in batches) == len(predicted)
     assert batches[-1].epoch == epoch + 1
@@ -98,12 +99,14 @@ def test_windows_predict_no_token_twice_and_leave_less_than_a_batch(
     assert batches[-1].epoch == epoch + 1
 
 
-@pytest.mark.parametrize("kind", ["streams", "jitter", "windows"])
+@pytest.mark.parametrize("kind", ["streams", "jitter", "rotate", "windows"])
 def test_rows_of_processes_and_resumed_cursors_equal_one_uninterrupted_process(kind: str) -> None:
     def build() -> Streams | Windows:
         if kind == "windows":
             return Windows(numbered(1000), batch=6, length=11, seed=3)
-        return Streams(numbered(1000), batch=6, length=11, jitter=kind == "jitter", seed=3)
+        return Streams(
+            numbered(1000), batch=6, length=11, jitter=kind == "jitter", rotate=kind == "rotate", seed=3
+        )
 
     source = build()
     cursor = Cursor()
@@ -123,6 +126,17 @@ def test_rows_of_processes_and_resumed_cursors_equal_one_uninterrupted_process(k
         assert torch.equal(torch.cat([half.targets for half in halves]), item.targets)
         assert all(half.tokens == item.tokens == item.targets.numel() for half in halves)
         assert all(half.next == item.next for half in halves)
+
+
+def test_streams_that_rotate_are_cut_anew_in_every_epoch_and_by_every_seed() -> None:
+    begun = {
+        int(Streams(numbered(5000), batch=4, length=32, rotate=True, seed=seed).take(Cursor(epoch)).ids[0, 0])
+        for seed in (0, 1)
+        for epoch in range(8)
+    }
+    assert len(begun) > 12
+    still = Streams(numbered(5000), batch=4, length=32)
+    assert torch.equal(still.take(Cursor(0)).ids, still.take(Cursor(7)).ids)
 
 
 def test_orders_and_offsets_change_with_epoch_and_seed() -> None:

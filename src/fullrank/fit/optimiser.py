@@ -1,4 +1,4 @@
-"""Updates: AdamW, Muon, and SGD that turns into averaged SGD (NT-ASGD, Merity et al. 2017, 1708.02182).
+"""Updates: AdamW, Adam, Muon, and SGD that turns into averaged SGD (NT-ASGD, Merity et al. 2017, 1708.02182).
 
 Muon (Jordan et al. 2024; torch's own) orthogonalises the update of hidden matrices; everything else, the
 embedding and the head among it, goes with AdamW at the same rate, which Muon's updates are scaled to.
@@ -31,8 +31,9 @@ from fullrank.heads.base import Head
 class OptimiserConfig:
     """How weights are updated."""
 
-    name: Literal["adamw", "muon", "nt-asgd"] = "adamw"
-    """muon: hidden matrices by Muon, the rest by AdamW; nt-asgd: SGD that turns into averaged SGD once
+    name: Literal["adamw", "adam", "muon", "nt-asgd"] = "adamw"
+    """adam: decay as a part of the gradient, so that what has small gradients, such as rare words, decays
+    most; muon: hidden matrices by Muon, the rest by AdamW; nt-asgd: SGD that turns into averaged SGD once
     validation stops improving."""
     lr: float = 2e-3
     lr_head: float = 1.0
@@ -144,8 +145,9 @@ def make(
         return MuonWithAdamW(options, lr=config.lr, betas=betas, fused=fused)
     for group in options:
         del group["muon"]
-    if config.name == "adamw":
-        return torch.optim.AdamW(options, lr=config.lr, betas=betas, fused=fused)
+    if config.name in ("adamw", "adam"):
+        kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+        return kind(options, lr=config.lr, betas=betas, fused=fused)
     return torch.optim.SGD(options, lr=config.lr)
 
 

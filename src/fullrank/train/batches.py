@@ -3,7 +3,9 @@
 Streams are for bodies that carry a state. The L tokens of a split are cut into `batch` contiguous streams of
 n = (L - 1) // batch predictions; row r of the step at position p has the tokens r n + p to r n + p + T as
 input and the ones after them as targets. The first token is never a target, and the last (L - 1) mod batch
-ones are left out, fewer than `batch`. Every other token is predicted once an epoch.
+ones are left out, fewer than `batch`. Every other token is predicted once an epoch. Streams that rotate take
+the tokens as a ring, which every epoch cuts at another place: without that, or jitter, all epochs have the
+same batches.
 
 With jitter T is drawn as for AWD-LSTM (Merity et al. 2017, 1708.02182): normal with standard deviation 5
 around `length`, or around half of it with probability 0.05, at least 5, at most length + 20. Without jitter T
@@ -128,14 +130,14 @@ class Streams:
         jitter: bool = False,
         seed: int = 0,
         longer: int = LONGER,
+        rotate: bool = False,
     ) -> None:
         _require_batch(tokens, batch, length)
         self.batch, self.length, self.jitter, self.seed, self.longer = batch, length, jitter, seed, longer
+        self.rotate = rotate
         self.size = (len(tokens) - 1) // batch
         """Predictions of each stream in an epoch."""
-        # Views of the memory-mapped file: only what a batch takes is read.
-        self._inputs = tokens[: batch * self.size].reshape(batch, self.size)
-        self._targets = tokens[1 : batch * self.size + 1].reshape(batch, self.size)
+        self._tokens = tokens
         self._drawn = functools.lru_cache(maxsize=8)(self._draw)
 
     def take(self, cursor: Cursor, rows: slice = ALL) -> Batch:
@@ -145,9 +147,12 @@ class Streams:
         start = cursor.position
         stop = min(start + self._time(cursor.epoch, cursor.step_in_epoch), self.size)
         ended = stop == self.size
+        first = self._cut(cursor.epoch) + self.size * np.arange(self.batch)[rows, None]
+        # Of a memory-mapped file only what a batch takes is read.
+        taken = _tensor(self._tokens[(first + np.arange(start, stop + 1)) % len(self._tokens)])
         return Batch(
-            ids=_tensor(self._inputs[rows, start:stop]),
-            targets=_tensor(self._targets[rows, start:stop]),
+            ids=taken[:, :-1].contiguous(),
+            targets=taken[:, 1:].contiguous(),
             fresh=start == 0,
             tokens=self.batch * (stop - start),
             next=Cursor(cursor.epoch + 1) if ended else Cursor(cursor.epoch, stop, cursor.step_in_epoch + 1),
@@ -165,6 +170,10 @@ class Streams:
             if ends[-1] >= self.size:
                 return steps + int(np.searchsorted(ends, self.size)) + 1
             done, steps = int(ends[-1]), steps + _DRAWN
+
+    def _cut(self, epoch: int) -> int:
+        """The token that an epoch begins with."""
+        return int(_random(_OFFSETS, self.seed, epoch).integers(len(self._tokens))) if self.rotate else 0
 
     def _time(self, epoch: int, step: int) -> int:
         if not self.jitter:
@@ -235,6 +244,7 @@ def for_training(config: Config, tokens: np.ndarray) -> Streams | Windows:
         jitter=config.jitter,
         seed=config.seed,
         longer=config.jitter_longer,
+        rotate=config.rotate,
     )
 
 

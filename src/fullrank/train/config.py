@@ -142,6 +142,9 @@ class Config:
     """Draw each step's length around `length` and scale the rate with it, as AWD-LSTM does."""
     jitter_longer: int = 20
     """Most tokens that jitter adds to `length`."""
+    rotate: bool = False
+    """Of an LSTM: begin each epoch at another place of the text; without that or `jitter` all epochs have the
+    same batches."""
     accumulate: int = 1
     """Parts that a step's batch is cut into, to save memory."""
     epochs: float = 20.0
