@@ -61,7 +61,7 @@ OURS = (
     "head.as_published=false", "head.unigram=true", "head.centred=false", "optimiser.name=adamw",
     "optimiser.lr=4e-3", "optimiser.weight_decay=0.1", "optimiser.schedule=cosine",
     "optimiser.warmup=0.03", "optimiser.finetune_epochs=0", "batch=80", "jitter=false", "evaluate_batch=80",
-    "evaluate_every=1500", "graph=on",
+    "evaluate_every=1500", "graph=on", "rotate=true",
 )  # fmt: skip
 """What differs from the published recipe. With a decay of 0.02 or less both heads learn the training words
 and lose on others (results/published_search.json)."""
