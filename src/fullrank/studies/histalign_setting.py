@@ -184,7 +184,7 @@ class Study:
         told = Text(ids=ids, recorded=self._record(ids, lambda share: progress((1 + share) / 3)), kinds=kinds)
         self.judged = (plain, told)
         self.training = self._record(self.training_ids, lambda share: progress((2 + share) / 3))
-        self.memory = {cosine: self._memory_start(cosine) for cosine in (False, True)}
+        self.memory = self._memory_starts()
 
     def prompts(self, seed: int, progress: Callable[[float], None]) -> dict[str, list[Batch]]:
         """The prompts of a seed's splits, by length."""
@@ -259,22 +259,26 @@ class Study:
         return torch.cat(parts) if parts else torch.empty(0)
 
     @torch.no_grad()
-    def _memory_start(self, cosine: bool) -> MemoryStart:
-        """With the least loss of what is trained on: answers to the first seed's prompts, and text."""
+    def _memory_starts(self) -> dict[bool, MemoryStart]:
+        """By products and by cosines, with the least loss of what is trained on: answers and text."""
         head = self.plain.lm_head
         if self.config.as_published:
-            return MemoryStart(temperature=math.sqrt(head.hidden), weight=0.0, cosine=cosine)
+            natural = math.sqrt(head.hidden)
+            return {
+                cosine: MemoryStart(temperature=natural, weight=0.0, cosine=cosine)
+                for cosine in (False, True)
+            }
         ids = self.training_ids[:CALIBRATED]
         states = self.upper.states(ids, self.training[:CALIBRATED])[:, :-1]
         text = Trained(states=states, context=ids[:, :-1], targets=ids[:, 1:])
-        return memory_start(head, [self._answered(), text], cosine=cosine)
+        trained = [self._answered(), text]
+        return {cosine: memory_start(head, trained, cosine=cosine) for cosine in (False, True)}
 
     def _answered(self) -> Trained:
-        """Prompts to train on, each with either answer."""
-        encoded = [
-            template_task.encode(self.tokenizer, one) for one in self._drawn(self.config.seeds[0]).train
-        ]
-        rows = [(one.ids, answer) for one in encoded[:CALIBRATED] if one for answer in one.answers]
+        """The first seed's prompts to train on, each with either answer."""
+        drawn = self._drawn(self.config.seeds[0]).train[:CALIBRATED]
+        encoded = [template_task.encode(self.tokenizer, one) for one in drawn]
+        rows = [(one.ids, answer) for one in encoded if one is not None for answer in one.answers]
         context = torch.full((len(rows), max(len(ids) for ids, _ in rows)), -1)
         targets = torch.full_like(context, -100)
         for row, (ids, answer) in enumerate(rows):

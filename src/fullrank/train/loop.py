@@ -131,21 +131,22 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
         try:
             return session.run(stop, trackers)
         except torch.OutOfMemoryError as error:
-            raise FullrankError(
-                f"{str(error).splitlines()[0].split('. GPU')[0]}: the same command goes on with --set "
-                f"accumulate={_finer(config)}, which cuts a step's batch into parts, or where less else runs "
-                "on the device"
-            ) from error
+            said = str(error).splitlines()[0].split(". GPU")[0]
+            raise FullrankError(f"{said}: the same command goes on {_in_less_memory(config)}") from error
         finally:
             session.ahead.close()
             session.writer.close()
             session.journal.close()
 
 
-def _finer(config: Config) -> int:
-    """Parts that a batch can be cut into, more than now where that is possible."""
+def _in_less_memory(config: Config) -> str:
+    """How a run goes on: in more parts of a batch, where it can be cut further."""
+    elsewhere = "where less else runs on the device"
     parts = (n for n in range(config.accumulate + 1, config.batch + 1) if config.batch % n == 0)
-    return next(parts, config.accumulate)
+    finer = next(parts, None)
+    if finer is None:
+        return elsewhere
+    return f"with --set accumulate={finer}, which cuts a step's batch into parts, or {elsewhere}"
 
 
 def _corpus(config: Config, options: Options, show: Show) -> data.Corpus:
