@@ -78,6 +78,15 @@ def test_another_rate_or_horizon_goes_on_from_there(place: Path, started: Callab
     assert any(not torch.equal(theirs[name], ours[name]) for name in theirs)
 
 
+def test_a_budget_of_seconds_begins_with_the_branch(started: Callable[..., Path]) -> None:
+    child = started("parent@4", *sets("budget=seconds=2", "steps=0", "evaluate_every=50"))
+    end = json.loads((child / folder.LOG).read_text().splitlines()[-1])
+    assert end["reason"] == "finished"
+    # At least the steps from which a pace is known; on no machine more than a step short of the seconds.
+    assert end["step"] >= 4 + 8 + 24
+    assert end["seconds"] > 1.5
+
+
 @pytest.mark.parametrize("head", ["mos", "trunk", "doc"])
 @pytest.mark.parametrize("where", ["parent@4", "parent@2"], ids=["checkpoint", "snapshot"])
 def test_another_head_begins_with_the_same_distribution(place: Path, head: str, where: str) -> None:

@@ -592,23 +592,41 @@ def test_a_budget_is_so_many_steps(shop: Workshop, out: str, budget: str, steps:
     assert outcome.step == outcome.steps == steps
 
 
-def test_a_budget_of_seconds_is_found_and_kept(
-    shop: Workshop, out: str, monkeypatch: pytest.MonkeyPatch
+class Clock:
+    """Time that only training takes: `early` seconds a step up to a step, `late` ones from there on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, early: float, late: float, turn: int = 60) -> None:
+        self.now = 0.0
+        step = loop.Session._step
+
+        def timed(session: loop.Session) -> None:
+            self.now += early if session.state.step < turn else late
+            step(session)
+
+        monkeypatch.setattr(loop.Session, "_step", timed)
+        monkeypatch.setattr(loop.time, "perf_counter", lambda: self.now)
+
+
+@pytest.mark.parametrize("late", [0.1, 0.4, 0.02])
+def test_a_budget_of_seconds_is_kept_at_any_pace(
+    shop: Workshop, out: str, monkeypatch: pytest.MonkeyPatch, late: float
 ) -> None:
-    """By a clock that gives every look a tenth of a second: the answer is the same on any machine."""
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 0.1
-        return now[0]
-
-    monkeypatch.setattr(loop.time, "perf_counter", clock)
-    config = override(CASES["softmax"], ["budget=seconds=8", "steps=0", "evaluate_every=30"])
-    shop.run(config, out, StopAt(34))
-    horizon = final(shop.path / out).state["horizon"]
-    assert horizon > 34
+    """Also by a run that is stopped and goes on: the rate has fallen when the seconds are over."""
+    clock = Clock(monkeypatch, early=0.1, late=late)
+    settings = ["budget=seconds=12", "steps=0", "evaluate_every=20", "optimiser.schedule=cosine"]
+    config = override(CASES["softmax"], [*settings, "optimiser.warmup=0", "optimiser.final=0"])
+    shop.run(config, out, StopAt(70))
+    assert clock.now == pytest.approx(6 + 10 * late)
     outcome = shop.run(config, out)
-    assert outcome.step == outcome.steps == horizon
+    assert outcome.step == outcome.steps == pytest.approx(60 + 6 / late, abs=2)
+    assert clock.now == pytest.approx(12, abs=2 * late)
+    lines = [line for line in shop.log(out) if line["event"] == "train" and line["step"] > 40]
+    assert len(lines) > 10
+    for line in lines:
+        gone = 0.1 * min(line["step"], 60) + late * max(0, line["step"] - 60)
+        wanted = config.optimiser.lr * (1 + math.cos(math.pi * gone / 12)) / 2
+        assert line["lr"] == pytest.approx(wanted, abs=0.15 * config.optimiser.lr), line["step"]
+    assert lines[-1]["lr"] < 0.02 * config.optimiser.lr
 
 
 def test_snapshots_are_models_that_stay(shop: Workshop, out: str) -> None:

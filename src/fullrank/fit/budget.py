@@ -1,8 +1,8 @@
 """How long a run may be: tokens, floating-point operations or seconds of training.
 
 Heads are compared at equal compute: `flops=1e17` gives each the steps that its own cost allows. Seconds are
-turned into steps once the pace is known, after the first steps, and the number is kept: a run that is killed
-and continued has the schedule of one that was not.
+kept whatever else the machine comes to do: at every look at the watch the last step is found anew by the pace
+since the last one, and the learning rate follows the share of the seconds that is gone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from fullrank.errors import FullrankError
 
 Measure = Literal["tokens", "flops", "seconds"]
 MOST = {"tokens": 1e16, "flops": 1e30, "seconds": 1e10}
-PACED = 32
-"""Steps after which the pace of a run with a budget of seconds is known."""
-WARMING = 8
-"""Of which the first do not count: they compile and warm up."""
+WARMING, PACED = 8, 24
+"""First steps of a run with a budget of seconds, which compile and warm up, and those after them that its
+first pace is taken from."""
 UNKNOWN = 1_000_000
 """Steps that a schedule is told of while nobody knows: the warm-up stays near its beginning."""
 
@@ -44,11 +43,41 @@ class Budget:
             )
         return cls(measure, number)  # type: ignore[arg-type]
 
-    def steps(self, *, tokens: int, flops: int, seconds: float | None = None) -> int | None:
-        """Whole steps within the budget, at least one, for steps of so many tokens that cost `flops` each and
-        take so many seconds; None where those are not known yet."""
-        if self.measure == "tokens":
-            return max(1, int(self.amount // tokens))
-        if self.measure == "flops":
-            return max(1, int(self.amount // (tokens * flops)))
-        return None if seconds is None else max(1, int(self.amount / seconds))
+    def steps(self, *, tokens: int, flops: int) -> int | None:
+        """Whole steps within the budget, at least one, for steps of so many tokens that cost `flops` each;
+        None for seconds, which `Watch` is for."""
+        if self.measure == "seconds":
+            return None
+        return max(1, int(self.amount // (tokens * (flops if self.measure == "flops" else 1))))
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The last look at a run with a budget of seconds."""
+
+    step: int = 0
+    seconds: float = 0.0
+    """Of training, gone by then."""
+    pace: float = 0.0
+    """Seconds a step since the look before; 0 while nobody knows."""
+
+    def due(self, step: int) -> bool:
+        """Whether a run whose pace is not known wants a look after this step."""
+        return not self.pace and step - self.step == (PACED if self.seconds else WARMING)
+
+    def looked(self, step: int, seconds: float) -> Watch:
+        if not self.seconds:
+            return Watch(step, seconds)
+        return (
+            self
+            if step == self.step
+            else Watch(step, seconds, max(1e-9, (seconds - self.seconds) / (step - self.step)))
+        )
+
+    def end(self, amount: float) -> int:
+        """The last step of a run of so many seconds, if it keeps its pace."""
+        return self.step + max(0, int((amount - self.seconds) / self.pace))
+
+    def share(self, step: int, amount: float) -> float:
+        """Of the seconds, gone after a step."""
+        return min(1.0, (self.seconds + (step - self.step) * self.pace) / amount)

@@ -10,13 +10,14 @@ run begins at their beginning, and so it does from the best model, which keeps n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fullrank.errors import FullrankError
+from fullrank.fit.budget import Watch
 from fullrank.heads.registry import find as find_head
 from fullrank.train import checkpoint, folder
 from fullrank.train.config import Config
@@ -82,8 +83,8 @@ def begun(parent: Parent, config: Config, vocabulary: int, data: str) -> checkpo
         state["cursor"], state["epoch"], carried = State().to_json()["cursor"], 0.0, {}
     state |= {
         "stage": "train", "stage_step": 0, "history": [], "best_loss": None, "best_step": None, "ended": "",
-        "counts": {}, "seconds": 0.0, "skipped": 0, "warmed": 0.0, "horizon": 0,
-        "restarted": -1 if kept else parent.stored.step,
+        "counts": {}, "seconds": 0.0, "skipped": 0, "horizon": 0,
+        "watch": asdict(Watch(step=parent.stored.step)), "restarted": -1 if kept else parent.stored.step,
         "averaged": state.get("averaged", 0) if "live" in made else 0,
     }  # fmt: skip
     return checkpoint.Stored(

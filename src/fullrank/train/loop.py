@@ -28,7 +28,7 @@ from torch import Tensor
 from fullrank.diagnose import monitors
 from fullrank.errors import FullrankError
 from fullrank.fit import optimiser
-from fullrank.fit.budget import PACED, WARMING, Budget
+from fullrank.fit.budget import Budget
 from fullrank.models import FullrankForCausalLM
 from fullrank.models.attention import no_attention
 from fullrank.models.flops import peak_flops, training_flops
@@ -182,6 +182,9 @@ class Session:
         )  # fmt: skip
         self.flops = training_flops(self.learner.bare, config.length)
         """Of a token."""
+        budget = Budget.parse(config.budget)
+        self.seconds = budget.amount if budget is not None and budget.measure == "seconds" else 0.0
+        """Of training, where that is the budget, else 0."""
         self.pace = self._paced()
         self.tally = Tally(machine, self.state.counts)
         self._clock = time.perf_counter()
@@ -192,7 +195,11 @@ class Session:
         self._files = model_files(self.learner.bare, corpus.vocabulary) if self.main else {}
 
     def _paced(self) -> Pace:
-        return Pace.of(self.config, self.batches, self.machine, flops=self.flops, horizon=self.state.horizon)
+        pace = Pace.of(self.config, self.batches, self.machine, flops=self.flops, horizon=self.state.horizon)
+        if self.seconds and self.state.watch.pace:
+            end = self.state.watch.end(self.seconds)
+            pace = dataclasses.replace(pace, steps=end, stage_steps=end)
+        return pace
 
     def run(self, stop: Stop, trackers: tuple[str, ...]) -> Outcome:
         state, every = self.state, self.config.checkpoint_every
@@ -208,7 +215,10 @@ class Session:
         while not state.ended:
             self._stage()
             self._step()
-            self._find_horizon()
+            if self.seconds and (state.watch.due(state.step) or state.step >= self.pace.steps):
+                # What seemed to be the last step is not, where the pace has risen since.
+                with self._aside():
+                    self._look()
             step, pace = state.step, self.pace
             last = step >= pace.steps
             due = last or step % pace.evaluate_every == 0
@@ -239,21 +249,12 @@ class Session:
         yield
         self._clock = time.perf_counter()
 
-    def _find_horizon(self) -> None:
-        """Turn a budget of seconds into steps once the pace is known."""
-        budget, state = Budget.parse(self.config.budget), self.state
-        if budget is None or budget.measure != "seconds" or state.horizon:
-            return
-        if state.step in (WARMING, PACED):
-            with self._aside():
-                now = self._agreed(state.seconds + self.tally.seconds)
-            if state.step == WARMING:
-                state.warmed = now
-                return
-            pace = (now - state.warmed) / (PACED - WARMING)
-            left = budget.steps(tokens=1, flops=1, seconds=max(pace, 1e-9)) or 1
-            # What the first steps took over the pace is spent.
-            state.horizon = max(PACED, left - round(max(0.0, now - PACED * pace) / max(pace, 1e-9)))
+    def _look(self) -> None:
+        """Where a budget of seconds ends, and how much of it is gone. Together with the other processes."""
+        state = self.state
+        state.watch = state.watch.looked(state.step, self._agreed(state.seconds + self.tally.seconds))
+        if state.watch.pace:
+            state.horizon = state.horizon or state.watch.end(self.seconds)
             self.pace = self._paced()
             self.journal.steps = self.pace.steps
 
@@ -330,10 +331,12 @@ class Session:
         config, state = self.config, self.state
         batch = self.ahead.take(state.cursor)
         seed_step(config.seed, state.step, self.machine.process_index)
+        done: float = state.step - state.stage_step
+        if self.seconds and state.watch.pace:
+            done = state.watch.share(state.step, self.seconds) * self.pace.stage_steps
         self.rate = optimiser.rate(
-            config.optimiser, state.step - state.stage_step, self.pace.stage_steps,
-            finetune=state.stage == "finetune",
-        )  # fmt: skip
+            config.optimiser, done, self.pace.stage_steps, finetune=state.stage == "finetune"
+        )
         if state.restarted >= 0:
             self.rate *= min(1.0, (state.step - state.restarted + 1) / optimiser.settling(config.optimiser))
         if config.jitter:
@@ -387,7 +390,9 @@ class Session:
                 peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
                 penalties=self._penalties(),
             )  # fmt: skip
-        tally.begin()
+            tally.begin()
+            if self.seconds and self.state.watch.pace:
+                self._look()
 
     def _penalties(self) -> dict[str, float] | None:
         """Those of the last step, without their weights."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullrank.errors import FullrankError
+from fullrank.fit.budget import Watch
 from fullrank.train.batches import Cursor
 
 
@@ -32,10 +33,10 @@ class State:
     """The step at which a run that began in another had no optimiser to take over; -1 where it had."""
     skipped: int = 0
     """Steps left out because their gradient was no number."""
-    warmed: float = 0.0
-    """Seconds of training when its pace began to be taken, in a run with a budget of seconds."""
+    watch: Watch = dataclasses.field(default_factory=Watch)
+    """Of a run with a budget of seconds."""
     horizon: int = 0
-    """Steps that a budget of seconds has turned out to be; 0 while that is not known."""
+    """Steps that its seconds first seemed to be, by which evaluations are spaced; 0 while nobody knows."""
     ended: str = ""
     """Why training is over; "" while it is not."""
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -47,7 +48,9 @@ class State:
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> State:
         try:
-            return cls(**{**plain, "cursor": Cursor.from_json(plain["cursor"])})
+            return cls(
+                **{**plain, "cursor": Cursor.from_json(plain["cursor"]), "watch": Watch(**plain["watch"])}
+            )
         except (TypeError, KeyError) as error:
             raise FullrankError(
                 f"a checkpoint of another version cannot be continued ({error}): continue with the fullrank "
