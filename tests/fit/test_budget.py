@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fullrank.errors import FullrankError
-from fullrank.fit.budget import Budget
+from fullrank.fit.budget import PACED, WARMING, Budget, Watch
 
 
 def test_steps_of_every_measure() -> None:
@@ -13,13 +13,36 @@ def test_steps_of_every_measure() -> None:
     assert Budget("tokens", 2.5e6).steps(**sizes) == 2500
     assert Budget("flops", 1e12).steps(**sizes) == 1000
     assert Budget("seconds", 60.0).steps(**sizes) is None
-    assert Budget("seconds", 60.0).steps(**sizes, seconds=0.5) == 120
     assert Budget("tokens", 10).steps(**sizes) == 1, "a run has a step"
 
 
 def test_a_head_that_costs_twice_as_much_has_half_the_steps() -> None:
     budget = Budget("flops", 1e12)
     assert budget.steps(tokens=64, flops=2 * 10**6) == budget.steps(tokens=64, flops=10**6) // 2  # type: ignore[operator]
+
+
+def test_a_watch_goes_by_the_newest_pace() -> None:
+    first = Watch().looked(WARMING, 4.0)
+    known = WARMING + PACED
+    assert [step for step in range(known + 1) if Watch().due(step)] == [WARMING]
+    assert [step for step in range(known + 1) if first.due(step)] == [known]
+    even = first.looked(known, 4.0 + 0.25 * PACED)
+    assert even.end(60.0) == known + (60 - 10) / 0.25
+    assert even.share(known + 80, 60.0) == pytest.approx((10 + 20) / 60)
+    slow = even.looked(known + 80, 10.0 + 40.0)
+    assert slow.end(60.0) == known + 80 + 20, "half a second a step, ten seconds are left"
+    assert slow.share(known + 90, 60.0) == pytest.approx(55 / 60)
+
+
+def test_a_watch_whose_time_is_over_ends_here() -> None:
+    late = Watch(step=100, seconds=50.0, pace=0.5).looked(150, 75.0)
+    assert late.end(60.0) == 150
+    assert late.share(150, 60.0) == 1.0
+
+
+def test_two_looks_at_one_step_are_one() -> None:
+    watch = Watch(step=100, seconds=50.0, pace=0.5)
+    assert watch.looked(100, 51.0) == watch
 
 
 def test_what_is_written() -> None:

@@ -66,13 +66,11 @@ class Watch:
         return not self.pace and step - self.step == (PACED if self.seconds else WARMING)
 
     def looked(self, step: int, seconds: float) -> Watch:
+        if step == self.step:
+            return self
         if not self.seconds:
             return Watch(step, seconds)
-        return (
-            self
-            if step == self.step
-            else Watch(step, seconds, max(1e-9, (seconds - self.seconds) / (step - self.step)))
-        )
+        return Watch(step, seconds, max(1e-9, (seconds - self.seconds) / (step - self.step)))
 
     def end(self, amount: float) -> int:
         """The last step of a run of so many seconds, if it keeps its pace."""
