@@ -9,6 +9,8 @@ from typing import Any
 
 # Beyond this a pixel of a chart loses its meaning, and sums of squares of floats overflow.
 LARGEST_DRAWN, SMALLEST_POSITIVE = 1e15, 1e-30
+FEWEST_TICKS = 3
+"""That tell where on a log axis a point lies."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,22 @@ class Axis:
         first, last = math.ceil(math.log(self.low, base) - 1e-9), math.floor(math.log(self.high, base) + 1e-9)
         step = max(1, math.ceil((last - first + 1) / most))
         powers = [float(base) ** exponent for exponent in range(first, last + 1, step)]
-        if base == 2 or len(powers) > 2:
+        if len(powers) >= (2 if self.powers_of_two else FEWEST_TICKS):
             return powers
         finer = [part * 10.0**exponent for exponent in range(first - 1, last + 1) for part in (1, 2, 5)]
-        return [tick for tick in finer if self.low <= tick <= self.high]
+        within = [tick for tick in finer if self.low <= tick <= self.high]
+        return within if len(within) >= FEWEST_TICKS else self._even(most)
+
+    def _even(self, most: int) -> list[float]:
+        """Round values of one distance, for ends that lie within a small factor of each other."""
+        assert self.low is not None
+        assert self.high is not None
+        least = (self.high - self.low) / most
+        size = 10.0 ** math.floor(math.log10(least))
+        step = next(part * size for part in (1, 2, 5, 10) if part * size >= least)
+        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        # Not place * step: three times 0.1 is no round number.
+        return [float(f"{place * step:.12g}") for place in range(first, last + 1)]
 
     def lines(self, wide: bool) -> list[str]:
         """The title, on as many lines as a narrow picture needs."""
