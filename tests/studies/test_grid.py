@@ -157,6 +157,11 @@ def test_runs_on_another_text_do_not_join_a_record(place: Place, tmp_path: Path)
         grid.run(STUDY, dataclasses.replace(place, data=(text,)), Extent(seeds=2))
     # Before its first step.
     assert not (place.out / "runs" / "seed1" / "log.jsonl").exists()
+    # Nor are the answers of a whole record those of another text, or of none.
+    with pytest.raises(FullrankError, match=r"another text than the runs.*--out"):
+        grid.run(STUDY, dataclasses.replace(place, data=(text,)), Extent(seeds=1))
+    with pytest.raises(FullrankError, match=r"missing\.txt"):
+        grid.run(STUDY, dataclasses.replace(place, data=(tmp_path / "missing.txt",)), Extent(seeds=1))
     found, _ = load(place.out / "results.json")
     assert found == record
 

@@ -25,12 +25,17 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fullrank.errors import FullrankError
 from fullrank.results import Grid, Provenance, Training, load, provenance, read_log, save
 from fullrank.results.grid import GridAnswer, GridPoint, GridRun, Statement
 from fullrank.studies.grid_plan import Done, Extent, Spec, Text
 from fullrank.studies.grid_workers import Place, trainer_of
+from fullrank.text import elsewhere, store
+
+if TYPE_CHECKING:
+    from fullrank.train.config import Config
 
 Progress = Callable[[str, float], None]
 
@@ -73,6 +78,7 @@ def run(
     record = _begun(study, place, extent)
     if study.texts is not None:
         extent = dataclasses.replace(extent, texts=study.texts(place.out / "texts", extent))
+    _require_their_texts(study.plan({one.name: one for one in record.runs}, extent), record, place, progress)
     with trainer_of(place, train) as trainer:
         while True:
             done = {one.name: one for one in record.runs}
@@ -144,10 +150,43 @@ def _check(plan: Sequence[Spec]) -> None:
         raise FullrankError(f"the plan has {', '.join(sorted(twice))} twice: each run needs its own name")
 
 
+def _require_their_texts(plan: Sequence[Spec], record: Grid, place: Place, progress: Progress) -> None:
+    """Raise where runs of the record have read another text than there is now: also where none is left to be
+    made, so that nobody takes the answers of one text for those of another."""
+    read = {(_name(spec), *_cut(spec.settings)): spec for spec in plan if _read_before(spec, record)}
+    for spec in read.values():
+        config = _config(spec).data
+        text, tokens = _source(spec, place)
+        corpus = (
+            store.prepare(text, config, place.cache, progress)
+            if tokens is None
+            else elsewhere.prepare(tokens, config, place.cache, progress)
+        )
+        corpus.require(_read_before(spec, record))
+
+
+def _config(spec: Spec) -> Config:
+    from fullrank.train.config import override
+    from fullrank.train.recipes import recipe
+
+    return override(recipe(spec.recipe, spec.head), (*spec.settings, f"seed={spec.seed}"))
+
+
+def _name(spec: Spec) -> str:
+    """Of its text; empty for the study's own."""
+    return "" if spec.text is None else spec.text.name
+
+
+def _source(spec: Spec, place: Place) -> tuple[tuple[Path, ...], Path | None]:
+    """Text, or tokens in its place."""
+    return (place.data, place.tokens) if spec.text is None else (spec.text.data, spec.text.tokens)
+
+
 def _read_before(spec: Spec, record: Grid) -> str:
     """The digest of the tokens that runs of the record on the same text have read; empty where none says."""
-    text = "" if spec.text is None else spec.text.name
-    alike = (run for run in record.runs if run.text == text and _cut(run.settings) == _cut(spec.settings))
+    alike = (
+        run for run in record.runs if run.text == _name(spec) and _cut(run.settings) == _cut(spec.settings)
+    )
     return next((run.data for run in alike if run.data), "")
 
 
@@ -163,21 +202,18 @@ def _made(place: Place) -> Provenance:
 def train(spec: Spec, place: Place) -> GridRun | None:
     """One run, from its start or its last checkpoint; None where a signal stopped it."""
     from fullrank.train.branch import parent_of
-    from fullrank.train.config import override
     from fullrank.train.loop import Options
     from fullrank.train.loop import train as fit
-    from fullrank.train.recipes import recipe
 
     out = place.out / "runs" / spec.name
-    config = override(recipe(spec.recipe, spec.head), (*spec.settings, f"seed={spec.seed}"))
+    config, (text, tokens) = _config(spec), _source(spec, place)
     parent = None
     if spec.branch:
         name, _, step = spec.branch.partition("@")
         parent = parent_of(f"{place.out / 'runs' / name}@{step}")
     options = Options(
-        data=place.data if spec.text is None else spec.text.data,
-        tokens=place.tokens if spec.text is None else spec.text.tokens,
-        out=out, cache=place.cache, device=place.device, trackers=(), parent=parent, digest=spec.digest,
+        data=text, tokens=tokens, out=out, cache=place.cache, device=place.device, trackers=(), parent=parent,
+        digest=spec.digest,
     )  # fmt: skip
     failure = ""
     try:
@@ -214,7 +250,7 @@ def record_of(spec: Spec, out: Path, place: Place, failure: str = "") -> GridRun
     bits = [one.bits_per_byte for one in log.evaluations if one.split == "test"]
     return GridRun(
         name=spec.name, factors=spec.factors, seed=spec.seed, settings=spec.settings, recipe=spec.recipe,
-        text="" if spec.text is None else spec.text.name,
+        text=_name(spec),
         parameters=log.parameters, tokens=tokens, flops=tokens * log.flops_per_token,
         seconds=log.seconds_training, curve=curve,
         valid=None if failure or log.valid is None else log.valid.value,

@@ -76,6 +76,14 @@ class Corpus:
     folder: Path
     meta: dict[str, Any]
 
+    def require(self, digest: str) -> None:
+        """Raise unless these are the tokens that were read before; an empty digest is any."""
+        if digest not in ("", self.digest):
+            raise FullrankError(
+                "this is another text than the runs to be compared with it have read: go on with the text or "
+                "tokens that they were begun with, or choose another --out"
+            )
+
     def describe(self) -> dict[str, Any]:
         """What a result says about its data; file names, no paths."""
         counts = ("bytes", "lines", "documents", "replaced")

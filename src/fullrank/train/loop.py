@@ -102,11 +102,7 @@ def _train(config: Config, options: Options, show: Show) -> Outcome:
         with machine.main_process_first():
             corpus = _corpus(config, options, show)
         folder.check(options.out, config, corpus.digest)
-        if options.digest not in ("", corpus.digest):
-            raise FullrankError(
-                "this is another text than the runs to be compared with it have read: go on with the text or "
-                "tokens that they were begun with, or choose another --out"
-            )
+        corpus.require(options.digest)
         with machine.main_process_first():
             if main:
                 folder.clean(options.out)
