@@ -44,6 +44,17 @@ def test_dropout_is_locked_over_time_and_drawn_as_the_paper_has_it(mixture: Any)
     assert bool((kept[:, :, 0] == kept[:, :, 1]).all()) is DROPOUT[mixture.name]
 
 
+@pytest.mark.parametrize("name", ["mos", "moss"])
+def test_one_mask_for_all_components(name: str) -> None:
+    head = build(name, hidden=6, vocab=11, width=32, dropout=0.4, shared_dropout=True, components=3)
+    states = torch.randn(5, 7, 6, generator=torch.Generator().manual_seed(0))
+    assert isinstance(head, RowHead)
+    kept = masks(head, [states]).abs() > 1e-6
+    assert 0.4 < kept.float().mean() < 0.8
+    assert (kept == kept[:, :1, :1]).all(), "of all times and components"
+    assert (kept[0] != kept[1]).any()
+
+
 def test_dropout_of_flat_states_is_drawn_for_every_token(mixture: Any) -> None:
     head = mixture.build(dropout=0.5, width=32)
     inputs = mixture.inputs(head, (9,))

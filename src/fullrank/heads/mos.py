@@ -35,6 +35,7 @@ class MixtureOfSoftmaxes(MixtureHead):
         width: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
+        shared_dropout: bool = False,
         as_published: bool = False,
         centred: bool = True,
     ) -> None:
@@ -47,6 +48,7 @@ class MixtureOfSoftmaxes(MixtureHead):
             as_published=as_published,
             centred=centred,
             dropout=dropout,
+            shared_dropout=shared_dropout,
         )
 
 

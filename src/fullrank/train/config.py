@@ -77,6 +77,9 @@ class HeadConfig:
     """Of doc: contexts taken from each layer, the last layer first."""
     dropout: float = 0.0
     """Of the contexts, one mask a sequence and component."""
+    shared_dropout: bool = False
+    """One mask a sequence for all components of mos and moss, as doc has it: with a mask each a mixture picks
+    the component that its mask spared, and learns texts by heart that softmax cannot."""
     bias: bool = True
     unigram: bool = True
     """Start the bias at the log frequency of every token in training."""

@@ -62,6 +62,7 @@ def configuration(config: Config, vocabulary: int) -> FullrankConfig:
         "components": head.components,
         "width": width,
         "dropout": head.dropout,
+        "shared_dropout": head.shared_dropout,
         "bias": head.bias,
         "as_published": head.as_published,
         "centred": head.centred,
