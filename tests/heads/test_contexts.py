@@ -55,6 +55,28 @@ def test_one_mask_for_all_components(name: str) -> None:
     assert (kept[0] != kept[1]).any()
 
 
+@pytest.mark.parametrize("components", [2, 5, 15])
+def test_masks_of_their_own_divide_the_penalty_of_dropout(components: int) -> None:
+    """By the number of components that are equal, as those of a mixture at its start are."""
+    draws = 40_000
+    states = torch.randn(1, 6, generator=torch.Generator().manual_seed(1)).expand(draws, 6)
+    targets = torch.full((draws,), 3)
+    penalties = []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        head = build(
+            "mos", hidden=6, vocab=11, width=32, components=components, dropout=0.1, shared_dropout=shared
+        ).train()
+        with torch.no_grad():
+            head.decoder.weight.mul_(10.0)  # scores of a trained model's size, not of a fresh one's
+        losses = head(states, targets, reduction="none").detach().double()
+        # Over -log of the mean probability, which is the same for both.
+        penalties.append(float(losses.mean() + losses.neg().exp().mean().log()))
+    own, one = penalties
+    assert one > 1e-3
+    assert own / one == pytest.approx(1 / components, rel=0.1)
+
+
 def test_dropout_of_flat_states_is_drawn_for_every_token(mixture: Any) -> None:
     head = mixture.build(dropout=0.5, width=32)
     inputs = mixture.inputs(head, (9,))

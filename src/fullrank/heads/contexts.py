@@ -54,7 +54,13 @@ class LockedDropout(nn.Module):
     """Dropout of context vectors [..., K, D] whose mask stays over a sequence.
 
     With states [batch, time, H] one mask serves all times of a sequence; otherwise every token has its own.
-    `shared` uses one mask for all K components, as DOC does; else each has its own, as MoS does.
+    `shared` uses one mask for all K components, as DOC does; else each has its own, as MoS does. Masks m_k of
+    their own are averaged inside the logarithm: to second order in p's spread, and for components that are
+    equal,
+
+        E[-log 1/K sum_k p(y | m_k)] = -log E p + Var(p) / (2 K (E p)^2)
+
+    so that K masks leave a K-th of what one costs, which is what regularises.
     """
 
     def __init__(self, probability: float, *, shared: bool) -> None:

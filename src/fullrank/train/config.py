@@ -78,8 +78,8 @@ class HeadConfig:
     dropout: float = 0.0
     """Of the contexts, one mask a sequence and component."""
     shared_dropout: bool = False
-    """One mask a sequence for all components of mos and moss, as doc has it: with a mask each a mixture picks
-    the component that its mask spared, and learns texts by heart that softmax cannot."""
+    """One mask a sequence for all components of mos and moss, as doc has it. With a mask each, a mixture of
+    alike components has a K-th of the penalty that dropout is (docs/heads.md)."""
     bias: bool = True
     unigram: bool = True
     """Start the bias at the log frequency of every token in training."""
