@@ -65,9 +65,10 @@ class Axis:
         """Round values of one distance, for ends that lie within a small factor of each other."""
         assert self.low is not None
         assert self.high is not None
-        least = (self.high - self.low) / most
+        least = (self.high - self.low) / (most + 1)
         size = 10.0 ** math.floor(math.log10(least))
-        step = next(part * size for part in (1, 2, 5, 10) if part * size >= least)
+        # At most twice the least: of five labels at most, three are sure.
+        step = next(part * size for part in (2, 2.5, 5, 10) if part * size > least)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         # Not place * step: three times 0.1 is no round number.
         return [float(f"{place * step:.12g}") for place in range(first, last + 1)]
