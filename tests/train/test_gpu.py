@@ -114,7 +114,7 @@ def test_a_run_of_a_gpu_goes_on_without_one(text: Path, tmp_path: Path) -> None:
     assert run(text, out, settings, device="cpu").reason == "finished"
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "nt-asgd"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "muon", "nt-asgd"])
 def test_a_bad_step_is_left_out(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -141,11 +141,15 @@ def test_a_bad_step_is_left_out(
     assert sum(line.get("skipped", 0) for line in log(out, "train")) == 2
 
 
-@pytest.mark.parametrize("head", ["softmax", "sigsoftmax", "mos", "trunk", "doc", "plif"])
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [(head, "adamw") for head in ("softmax", "sigsoftmax", "mos", "trunk", "doc", "plif")]
+    + [("softmax", "adam")],
+)
 def test_a_step_as_one_graph_learns_the_same(
-    text: Path, tmp_path: Path, replays: list[int], head: str
+    text: Path, tmp_path: Path, replays: list[int], head: str, name: str
 ) -> None:
-    settings = ["precision=fp32", "compile=off", "optimiser.warmup=0.5"]
+    settings = ["precision=fp32", "compile=off", "optimiser.warmup=0.5", f"optimiser.name={name}"]
     run(text, tmp_path / "graph", config(*settings, head=head))
     assert replays[0] == 12 - WARM
     run(text, tmp_path / "plain", config(*settings, "graph=off", head=head))

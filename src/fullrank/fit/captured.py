@@ -30,7 +30,8 @@ behind products and the memory that a graph keeps is better spent otherwise."""
 
 
 def can_capture(optimiser: torch.optim.Optimizer) -> bool:
-    return isinstance(optimiser, torch.optim.AdamW) and bool(optimiser.defaults.get("fused"))
+    # AdamW is one as well.
+    return isinstance(optimiser, torch.optim.Adam) and bool(optimiser.defaults.get("fused"))
 
 
 @contextlib.contextmanager

@@ -41,6 +41,17 @@ def precision_of(setting: str, device: torch.device) -> str:
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
 
+def no_graph(config: Config, inner: torch.optim.Optimizer, *, sharded: bool) -> str:
+    """Why a step of such a run cannot be one CUDA graph; no words where it can."""
+    reasons = {
+        "jitter=true makes batches of many lengths": config.jitter,
+        "what a penalty measured is read between steps": Penalties.of(config.penalty) is not None,
+        f"{config.optimiser.name} has no fused step": not can_capture(inner),
+        "processes wait for each other": sharded,
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
 class Learner:
     """One process's part of what learns; `rows` are its rows of a batch."""
 
@@ -130,17 +141,14 @@ class Learner:
             self.bare.model.compile(dynamic=False)
         self.sharded = vocab_parallel or fsdp
         flops = training_flops(self.bare, config.length) * config.batch * config.length
-        captures = (
-            (config.graph == "on" or (config.graph == "auto" and compiled and flops < SMALL))
-            and device.type == "cuda"
-            and self.machine.num_processes == 1
-            and not (self.sharded or config.jitter or self.penalties)
-            and can_capture(self.inner_optimiser)
-        )
+        asked = config.graph == "on" or (config.graph == "auto" and compiled and flops < SMALL)
+        sharded = self.sharded or self.machine.num_processes > 1
+        self.no_graph = no_graph(config, self.inner_optimiser, sharded=sharded)
+        """Why a step cannot be one CUDA graph; no words where it can."""
         self._update_once = Step(
             self._step,
             self.inner_optimiser,
-            captures=captures,
+            captures=asked and device.type == "cuda" and not self.no_graph,
             remedy="the same command goes on with --set graph=off",
         )
         self.plain: FullrankForCausalLM | None = None
@@ -208,7 +216,7 @@ class Learner:
     def _update(self, good: Tensor) -> None:
         """Step where `good`, which is the same on all processes: a gradient is summed over them first."""
         inner = self.inner_optimiser
-        if isinstance(inner, torch.optim.AdamW) and inner.defaults.get("fused"):
+        if isinstance(inner, torch.optim.Adam) and inner.defaults.get("fused"):
             # The fused kernel reads it, so that nobody waits for the device.
             inner.found_inf = (~good).float()  # type: ignore[attr-defined]
             self.optimiser.step()

@@ -176,6 +176,8 @@ class Session:
             config, corpus, machine, stored, rows=self.rows, vocab_parallel=options.vocab_parallel,
             fsdp=options.fsdp,
         )  # fmt: skip
+        if self.main and config.graph == "on" and machine.device.type == "cuda" and self.learner.no_graph:
+            show.say(f"graph=on is left out, which makes steps slower: {self.learner.no_graph}")
         self.flops = training_flops(self.learner.bare, config.length)
         """Of a token."""
         budget = Budget.parse(config.budget)
