@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.train_speed import random_tokens
 from fullrank.results import provenance, write_whole
-from fullrank.studies.published_grid import HEADS, OURS, SMALL, rounded
+from fullrank.studies.published_grid import HEADS, SMALL, ours, rounded
 from fullrank.train.config import override
 from fullrank.train.learner import Learner
 from fullrank.train.loop import Options, train
@@ -110,7 +110,7 @@ def step(head: str, widths: tuple[str, ...], graph: str, place: Path, settings: 
 
     with mock.patch.object(Learner, "step", timed):
         given = (
-            *OURS, *widths, f"graph={graph}", f"steps={settings.steps + 1}",
+            *ours(head), *widths, f"graph={graph}", f"steps={settings.steps + 1}",
             # None before the last step: an evaluation's checkpoint would be most of what is timed.
             f"evaluate_every={settings.steps + 2}",
             "evaluate_tokens=1024", "final_tokens=1024",
