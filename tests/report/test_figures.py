@@ -39,6 +39,7 @@ def test_an_interval_has_the_digits_of_its_width() -> None:
     # What is not zero does not read as zero, unless nobody would call it anything else; zero has no sign.
     assert interval(Estimate(value=0.01, low=0.0004, high=0.0196)) == "0.0004 to 0.0196"
     assert interval(Estimate(value=0.0, low=-1e-9, high=0.8)) == "0.00 to 0.80"
+    assert interval(Estimate(value=0.3, low=-math.inf, high=math.inf)) == ""
 
 
 def test_a_share_that_is_not_nothing_never_reads_as_nothing() -> None:

@@ -221,6 +221,8 @@ def test_a_process_that_dies_among_others_is_not_waited_for(place: Place) -> Non
 def test_the_rule_by_hand() -> None:
     few = compared("x", [0.3], 0.1)
     assert (few.decision, few.seen) == ("undecided", math.inf)
+    assert few.sentence == "x: +0.3000 nats per token in one of the seeds, too few to say"
+    assert compared("x", [], 0.1).effect is None
     found = compared("x", [-0.21, -0.19, -0.20], 0.1)
     assert found.decision == "better"
     assert found.effect is not None

@@ -311,5 +311,6 @@ def table(record: Grid) -> Table:
             effect = f"{one.effect.value:+.4f}"
             if math.isfinite(one.effect.low):
                 effect += f" ({one.effect.low:+.4f} to {one.effect.high:+.4f})"
-        drawn.add_row(one.label, effect, f"{one.seen:.4f}", one.unit, one.decision)
+        seen = f"{one.seen:.4f}" if math.isfinite(one.seen) else "unknown"
+        drawn.add_row(one.label, effect, seen, one.unit, one.decision)
     return drawn

@@ -36,6 +36,8 @@ def interval(estimate: Estimate) -> str:
     """The interval in words, or "" where it has none."""
     if math.isnan(estimate.low) or math.isnan(estimate.high):
         return ""
+    if math.isinf(estimate.low) and math.isinf(estimate.high):
+        return ""
     places = decimals(estimate)
     if estimate.high == math.inf:
         return f"{fixed(estimate.low, places)} or more"

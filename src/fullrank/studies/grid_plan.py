@@ -194,9 +194,10 @@ def compared(
     """
     count = len(differences)
     if count < 2:
-        said = f"{label}: {count} {of}, too few to say"
-        value = differences[0] if differences else math.nan
-        effect = Estimate(value=value, low=-math.inf, high=math.inf) if differences else None
+        said, effect = f"{label}: no {of} to say it by", None
+        if differences:
+            said = f"{label}: {differences[0]:+.4f} {unit} in one of the {of}, too few to say"
+            effect = Estimate(value=differences[0], low=-math.inf, high=math.inf)
         return GridAnswer(
             label=label, effect=effect, seeds=count, seen=math.inf, decision="undecided", sentence=said,
             unit=unit,

@@ -136,7 +136,7 @@ def _decided(record: Grid) -> Iterator[Section]:
                 Column(name="decision"),
             ),
             rows=tuple(
-                (shown(one.label, 120), one.effect, shown(one.unit), one.seeds, one.seen, _decision(one))
+                (shown(one.label, 120), one.effect, shown(one.unit), one.seeds, _seen(one), _decision(one))
                 for one in record.answers
             ),
         )
@@ -154,6 +154,10 @@ def _counted(record: Grid) -> str:
     counts = Counter(one.decision for one in record.answers)
     words = ", ".join(f"{count} {shown(decision)}" for decision, count in counts.most_common())
     return f"{len(record.answers)} comparisons: {words}. The pictures and the table have all of them."
+
+
+def _seen(answer: GridAnswer) -> float | str:
+    return answer.seen if math.isfinite(answer.seen) else "unknown"
 
 
 def _decision(answer: GridAnswer) -> str:
