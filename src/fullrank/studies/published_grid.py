@@ -62,7 +62,7 @@ FOR_ALL = (
     "head.as_published=false", "head.unigram=true", "head.centred=false", "optimiser.name=adam",
     "optimiser.lr=5e-3", "optimiser.beta1=0.75", "optimiser.clip=0.12", "optimiser.schedule=cosine",
     "optimiser.warmup=0.08", "optimiser.finetune_epochs=0", "activation=3", "temporal=1.5", "batch=80",
-    "jitter=false", "evaluate_batch=10", "evaluate_every=1500", "graph=on", "rotate=true",
+    "jitter=false", "evaluate_batch=10", "evaluate_every=3000", "graph=on", "rotate=true",
 )  # fmt: skip
 FOR_ONE = {"mos": ("head.shared_dropout=true", "head.dropout=0.45", "body.dropout_hidden=0.3")}
 """What differs from the published recipe. A mixture with a mask for each component learns the training words
