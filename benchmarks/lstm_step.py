@@ -5,20 +5,23 @@ python -m benchmarks.lstm_step --device cuda --out results/lstm_step_cuda.json
 recurrence   torch.lstm of one layer, forward and backward, by width and dtype
 step         a step of `fullrank study published` through the engine, milliseconds with and without a CUDA
              graph, and what its kernels are: those with products, cells, and the rest
+segment      of dynamic evaluation, with and without a graph, likewise; and a batch of its statistics
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import re
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -28,11 +31,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.train_speed import random_tokens
+from fullrank.fit import captured
 from fullrank.results import provenance, write_whole
 from fullrank.studies.published_grid import HEADS, SMALL, ours, rounded
 from fullrank.train.config import override
+from fullrank.train.dynamic import Dynamic, dynamic_losses, gradient_rms
 from fullrank.train.learner import Learner
 from fullrank.train.loop import Options, train
+from fullrank.train.model import build
 from fullrank.train.recipes import recipe
 
 KINDS = (
@@ -57,6 +63,8 @@ class Settings:
     steps: int = 40
     small: bool = False
     """Tiny widths: to see that it runs."""
+    only: tuple[Literal["recurrence", "step", "segment"], ...] = ("recurrence", "step", "segment")
+    """Parts to measure."""
 
 
 def recurrence(width: int, dtype: torch.dtype, device: str, *, time_steps: int = 70, batch: int = 80) -> Any:
@@ -124,6 +132,64 @@ def step(head: str, widths: tuple[str, ...], graph: str, place: Path, settings: 
     return found
 
 
+def segment(head: str, widths: tuple[str, ...], graph: str, settings: Settings) -> dict[str, Any]:
+    """Of a model that is not trained, on random tokens: its time does not depend on them."""
+    torch.manual_seed(0)
+    config = override(recipe("awd-lstm-wt2", head), (*ours(head), *widths))
+    model = build(config, settings.vocabulary)
+    torch.nn.Module.to(model, settings.device)
+    draw = np.random.default_rng(0)
+    cuda, of = settings.device == "cuda", Dynamic()
+    few, many = (5, 10) if settings.small else (40, 240)
+    asked: list[str] = []
+    graphs = 0
+
+    @contextlib.contextmanager
+    def asks() -> Iterator[list[str]]:
+        with asks_the_device() as found:
+            yield found
+        asked.extend(found)
+
+    def capture(*given: Any) -> captured.CapturedStep:
+        nonlocal graphs
+        graphs += 1
+        return made(*given)
+
+    asks_the_device, made = captured.asks_the_device, captured.CapturedStep
+    warm = captured.WARM if graph == "on" else 1 << 30
+
+    def spent(segments: int) -> float:
+        tokens = draw.integers(0, settings.vocabulary, segments * of.length).astype(np.uint16)
+        begun = _now(settings.device)
+        dynamic_losses(model, tokens, trained, eos=0, settings=of, device=settings.device)
+        return (_now(settings.device) - begun) * 1e3
+
+    def batches(count: int) -> tuple[float, list[Tensor]]:
+        tokens = draw.integers(0, settings.vocabulary, count * of.batch * of.length).astype(np.uint16)
+        begun = _now(settings.device)
+        found = gradient_rms(model, tokens, eos=0, settings=of, device=settings.device)
+        return (_now(settings.device) - begun) * 1e3, found
+
+    with (
+        mock.patch.object(captured, "CapturedStep", capture),
+        mock.patch.object(captured, "asks_the_device", asks),
+        mock.patch.object(captured, "WARM", warm),
+    ):
+        first, trained = batches(few)
+        batch = (batches(many)[0] - first) / (many - few)
+        spent(few)
+        found: dict[str, Any] = {
+            "milliseconds": (spent(many) - spent(few)) / (many - few), "batch_milliseconds": batch,
+            "graphs": graphs, "asked": sorted(set(asked)),
+        }  # fmt: skip
+        if cuda:
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                spent(few)
+                _now(settings.device)
+            found.update(_by_kind(seen, few))
+    return found
+
+
 def _by_kind(seen: profile, steps: int) -> dict[str, Any]:
     total: collections.Counter[str] = collections.Counter()
     names: collections.Counter[str] = collections.Counter()
@@ -155,21 +221,32 @@ def main(settings: Settings) -> None:
         {"width": width, "dtype": str(dtype).removeprefix("torch."), "milliseconds": found}
         for width in ((24, 32) if settings.small else (1150, 1152))
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        if "recurrence" in settings.only
         for found in [recurrence(width, dtype, settings.device)]
     ]
     steps: list[dict[str, Any]] = []
+    segments: list[dict[str, Any]] = []
+    graphs = ("off", "on") if settings.device == "cuda" else ("off",)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         random_tokens(place, settings.vocabulary, train=1 << 20, valid=1 << 16)
-        for head in HEADS:
+        for head in HEADS if "step" in settings.only else ():
             every = {"published": (), "rounded": rounded("awd-lstm-wt2", head)}
             for label, widths in {"small": SMALL}.items() if settings.small else every.items():
-                for graph in ("off", "on") if settings.device == "cuda" else ("off",):
+                for graph in graphs:
                     found = step(head, widths, graph, place, settings)
                     steps.append({"head": head, "widths": label, "graph": graph, **found})
                     print(head, label, graph, f"{found['milliseconds']:.1f} ms")
+    for head in HEADS if "segment" in settings.only else ():
+        for graph in graphs:
+            found = segment(head, SMALL if settings.small else rounded("awd-lstm-wt2", head), graph, settings)
+            segments.append({"head": head, "graph": graph, **found})
+            print(head, "segment", graph, f"{found['milliseconds']:.2f} ms", found)
     made = dataclasses.asdict(provenance(seed=0, device=settings.device))
-    document = {"kind": "lstm_step", "version": 1, "made": made, "recurrence": rows, "steps": steps}
+    document = {
+        "kind": "lstm_step", "version": 2, "made": made, "recurrence": rows, "steps": steps,
+        "segments": segments,
+    }  # fmt: skip
     write_whole(settings.out, json.dumps(document, indent=1) + "\n")
     print(json.dumps(rows))
 
