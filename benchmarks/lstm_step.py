@@ -11,14 +11,13 @@ segment      of dynamic evaluation, with and without a graph, likewise; and a ba
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
 import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,11 +30,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.train_speed import random_tokens
-from fullrank.fit import captured
+from fullrank.fit.captured import Step
 from fullrank.results import provenance, write_whole
 from fullrank.studies.published_grid import HEADS, SMALL, ours, rounded
+from fullrank.train import dynamic
 from fullrank.train.config import override
-from fullrank.train.dynamic import Dynamic, dynamic_losses, gradient_rms
+from fullrank.train.dynamic import Dynamic
 from fullrank.train.learner import Learner
 from fullrank.train.loop import Options, train
 from fullrank.train.model import build
@@ -134,58 +134,41 @@ def step(head: str, widths: tuple[str, ...], graph: str, place: Path, settings: 
 
 def segment(head: str, widths: tuple[str, ...], graph: str, settings: Settings) -> dict[str, Any]:
     """Of a model that is not trained, on random tokens: its time does not depend on them."""
-    torch.manual_seed(0)
     config = override(recipe("awd-lstm-wt2", head), (*ours(head), *widths))
     model = build(config, settings.vocabulary)
     torch.nn.Module.to(model, settings.device)
-    draw = np.random.default_rng(0)
-    cuda, of = settings.device == "cuda", Dynamic()
+    draw, of = np.random.default_rng(0), Dynamic()
     few, many = (5, 10) if settings.small else (40, 240)
-    asked: list[str] = []
-    graphs = 0
+    steps: list[Step] = []
+    captured = dynamic._captured
 
-    @contextlib.contextmanager
-    def asks() -> Iterator[list[str]]:
-        with asks_the_device() as found:
-            yield found
-        asked.extend(found)
+    def kept(*given: Any) -> Step:
+        steps.append(captured(*given))
+        steps[-1].captures &= graph == "on"
+        return steps[-1]
 
-    def capture(*given: Any) -> captured.CapturedStep:
-        nonlocal graphs
-        graphs += 1
-        return made(*given)
-
-    asks_the_device, made = captured.asks_the_device, captured.CapturedStep
-    warm = captured.WARM if graph == "on" else 1 << 30
-
-    def spent(segments: int) -> float:
-        tokens = draw.integers(0, settings.vocabulary, segments * of.length).astype(np.uint16)
+    def timed(count: int, length: int, run: Callable[..., Any], *given: Any) -> tuple[float, Any]:
+        tokens = draw.integers(0, settings.vocabulary, count * length).astype(np.uint16)
         begun = _now(settings.device)
-        dynamic_losses(model, tokens, trained, eos=0, settings=of, device=settings.device)
-        return (_now(settings.device) - begun) * 1e3
-
-    def batches(count: int) -> tuple[float, list[Tensor]]:
-        tokens = draw.integers(0, settings.vocabulary, count * of.batch * of.length).astype(np.uint16)
-        begun = _now(settings.device)
-        found = gradient_rms(model, tokens, eos=0, settings=of, device=settings.device)
+        found = run(model, tokens, *given, eos=0, settings=of, device=settings.device)
         return (_now(settings.device) - begun) * 1e3, found
 
-    with (
-        mock.patch.object(captured, "CapturedStep", capture),
-        mock.patch.object(captured, "asks_the_device", asks),
-        mock.patch.object(captured, "WARM", warm),
-    ):
-        first, trained = batches(few)
-        batch = (batches(many)[0] - first) / (many - few)
-        spent(few)
+    with mock.patch.object(dynamic, "_captured", kept):
+        batch = of.batch * of.length
+        first, trained = timed(few, batch, dynamic.gradient_rms)
+        batches = timed(many, batch, dynamic.gradient_rms)[0] - first
+        losses = (of.length, dynamic.dynamic_losses, trained)
+        timed(few, *losses)
+        # A graph is captured in every call: what it costs is in both.
+        segments = timed(many, *losses)[0] - timed(few, *losses)[0]
         found: dict[str, Any] = {
-            "milliseconds": (spent(many) - spent(few)) / (many - few), "batch_milliseconds": batch,
-            "graphs": graphs, "asked": sorted(set(asked)),
+            "milliseconds": segments / (many - few), "batch_milliseconds": batches / (many - few),
+            "captured": all(step.captures for step in steps),
+            "asked": sorted({Path(file).name for step in steps for file in step.asked or ()}),
         }  # fmt: skip
-        if cuda:
+        if settings.device == "cuda":
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                spent(few)
-                _now(settings.device)
+                timed(few, *losses)
             found.update(_by_kind(seen, few))
     return found
 

@@ -34,7 +34,12 @@ def test_the_plan_gives_all_the_same_seconds_and_trials_their_share(reference: N
             # The two that its search chose, with one mask.
             assert config.head.shared_dropout
             assert config.head.dropout > published.head.dropout
+            assert config.body.dropout_hidden > published.body.dropout_hidden
             body["dropout_hidden"] = published.body.dropout_hidden
+        else:
+            assert config.head == dataclasses.replace(
+                published.head, as_published=False, unigram=True, centred=False
+            )
         assert dataclasses.replace(config.body, **body) == published.body
         assert not config.jitter
     assert {name for name, spec in made.items() if "trial" not in spec.factors} == {

@@ -30,7 +30,7 @@ behind products and the memory that a graph keeps is better spent otherwise."""
 
 
 def can_capture(optimiser: torch.optim.Optimizer) -> bool:
-    # AdamW is one as well.
+    """A fused Adam, of which AdamW is one: its kernel reads on the device whether to step, and how far."""
     return isinstance(optimiser, torch.optim.Adam) and bool(optimiser.defaults.get("fused"))
 
 
@@ -74,7 +74,9 @@ class Step:
 
     def renew(self) -> None:
         """What a graph works on is no longer where it was."""
-        self._warm, self._asked = 0, False
+        self._warm = 0
+        self.asked: list[str] | None = None
+        """Files that asked the device in the step that was looked at; None before it."""
         self._met: set[tuple[torch.Size, ...]] = set()
         """Shapes of inputs since kernels were chosen."""
         self._captured: dict[tuple[torch.Size, ...], CapturedStep] = {}
@@ -84,12 +86,11 @@ class Step:
         if not self.captures or self._warm < WARM:
             return self.update(*inputs)
         shapes = tuple(one.shape for one in inputs)
-        if not self._asked:
-            self._asked = True
+        if self.asked is None:
             self._met.add(shapes)
-            with asks_the_device() as asked:
+            with asks_the_device() as self.asked:
                 found = self.update(*inputs)
-            self.captures = not asked
+            self.captures = not self.asked
             return found
         if shapes not in self._captured:
             if shapes not in self._met or len(self._captured) >= self.graphs:

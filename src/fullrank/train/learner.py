@@ -216,8 +216,8 @@ class Learner:
     def _update(self, good: Tensor) -> None:
         """Step where `good`, which is the same on all processes: a gradient is summed over them first."""
         inner = self.inner_optimiser
-        if isinstance(inner, torch.optim.Adam) and inner.defaults.get("fused"):
-            # The fused kernel reads it, so that nobody waits for the device.
+        if can_capture(inner):
+            # Its kernel reads it, so that nobody waits for the device.
             inner.found_inf = (~good).float()  # type: ignore[attr-defined]
             self.optimiser.step()
         elif bool(good):
