@@ -53,7 +53,7 @@ REFERENCES: dict[Name, Reference] = {
     "wikitext-2": Reference("awd-lstm-wt2", {"softmax": 65.8, "mos": 61.45}),
     "ptb": Reference("awd-lstm-ptb", {"softmax": 57.3, "mos": 54.44}),
 }
-HEADS = ("softmax", "mos")
+HEADS = ("mos", "softmax")
 SECONDS = 1500
 RATES = (0.5, 1.0, 2.0)
 SHARE, SMALL_SHARE = 1 / 16, 1 / 4
