@@ -9,6 +9,7 @@ python -m benchmarks.study_chart results/study_width.json --curves head_effectiv
     --without constant
 python -m benchmarks.study_chart results/study_spam.json --curves ""
     --without v8192 v32768 x2 rate mos4 trunk10 sigsoftmax _as_
+python -m benchmarks.study_chart results/study_published.json --curves minutes
 python -m benchmarks.study_chart results/study_optimiser.json --without rise "end at"
     --strip "effective rank at " "schedule "
 """
@@ -25,7 +26,7 @@ import tyro
 from fullrank.report.charts.curves import Curves
 from fullrank.report.charts.intervals import Intervals
 from fullrank.report.page import draw
-from fullrank.report.pages.grid_page import SHOWN, curves, effects
+from fullrank.report.pages.grid_page import SHOWN, curves, effects, over_minutes
 from fullrank.report.standalone import stand_alone
 from fullrank.results import Grid, load, write_whole
 
@@ -36,7 +37,8 @@ class Config:
 
     record: Annotated[Path, tyro.conf.Positional]
     curves: str | None = None
-    """In place of effects, of every run over its tokens: a monitor, or "" for the loss."""
+    """In place of effects, of every run over its tokens: a monitor, or "" for the loss; `minutes` is perplexity
+    over time."""
     without: tuple[str, ...] = ()
     """Comparisons whose label, or runs whose name, has one of these are left out. Effects are drawn in one
     unit, the statement's where any is left."""
@@ -65,6 +67,9 @@ def main(config: Config) -> None:
     if config.curves is None:
         picture = next(effects(record, lambda one: wanted(one.label)))
         name = f"Effects of the study {record.name}"
+    elif config.curves == "minutes":
+        picture = over_minutes(record)
+        name = f"Study {record.name}: validation perplexity over minutes"
     else:
         picture = curves(record, config.curves, lambda run: wanted(run.name))
         name = f"Study {record.name}: {SHOWN[config.curves]}"

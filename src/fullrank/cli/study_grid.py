@@ -239,9 +239,8 @@ def grid_study(options: _Extent) -> Path:
     outcome.write(record, made, out)
     console.print(table(record))
     if record.missing:
-        console.print(
-            f"{len(record.missing)} runs are missing: run the same command to go on", highlight=False
-        )
+        missing = len(record.missing)
+        console.print(f"runs still missing: {missing}; the same command goes on", highlight=False)
     return outcome.say_where(console, out)
 
 

@@ -65,7 +65,7 @@ def _warnings(record: Grid) -> tuple[str, ...]:
             f"Of all runs, where the study says nothing else: {shown(', '.join(record.settings), 400)}."
         )
     if record.missing:
-        found.append(f"{len(record.missing)} runs of the plan have not been made yet.")
+        found.append(f"Runs of the plan that have not been made yet: {len(record.missing)}.")
     after = sum(run.after_looking for run in record.runs)
     if after:
         found.append(
