@@ -37,8 +37,8 @@ class Config:
 
     record: Annotated[Path, tyro.conf.Positional]
     curves: str | None = None
-    """In place of effects, of every run over its tokens: a monitor, or "" for the loss; `minutes` is perplexity
-    over time."""
+    """In place of effects, of every run over its tokens: a monitor, or "" for the loss; `minutes` is
+    perplexity over time."""
     without: tuple[str, ...] = ()
     """Comparisons whose label, or runs whose name, has one of these are left out. Effects are drawn in one
     unit, the statement's where any is left."""
