@@ -1,6 +1,7 @@
 """Where the time of an AWD-LSTM's step goes, at its published widths and at the multiples above them.
 
 python -m benchmarks.lstm_step --device cuda --out results/lstm_step_cuda.json
+python -m benchmarks.lstm_step --device cuda --only segment --out results/lstm_segment_cuda.json
 
 recurrence   torch.lstm of one layer, forward and backward, by width and dtype
 step         a step of `fullrank study published` through the engine, milliseconds with and without a CUDA

@@ -57,12 +57,12 @@ def main(config: Config) -> None:
             label = label.replace(words, "")
         return label
 
-    answers = tuple(dataclasses.replace(one, label=shorter(one.label)) for one in record.answers)
-    record = dataclasses.replace(record, answers=answers)
-
     def wanted(name: str) -> bool:
         return not any(words in name for words in config.without)
 
+    answers = tuple(dataclasses.replace(one, label=shorter(one.label)) for one in record.answers)
+    runs = tuple(run for run in record.runs if wanted(run.name))
+    record = dataclasses.replace(record, answers=answers, runs=runs)
     picture: Intervals | Curves
     if config.curves is None:
         picture = next(effects(record, lambda one: wanted(one.label)))
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
         picture = over_minutes(record)
         name = f"Study {record.name}: validation perplexity over minutes"
     else:
-        picture = curves(record, config.curves, lambda run: wanted(run.name))
+        picture = curves(record, config.curves)
         name = f"Study {record.name}: {SHOWN[config.curves]}"
     chart = draw(picture.specification, name=name, description=str(config.record), legend=picture.legend)
     write_whole(config.out / f"{config.record.stem}.svg", stand_alone(chart).svg + "\n")

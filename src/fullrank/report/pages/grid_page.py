@@ -166,14 +166,14 @@ def _decision(answer: GridAnswer) -> str:
     return shown(f"{answer.decision};{more}" if more else answer.decision, 300)
 
 
-def curves(record: Grid, monitor: str = "", wanted: Callable[[GridRun], bool] = lambda run: True) -> Curves:
+def curves(record: Grid, monitor: str = "") -> Curves:
     """Every whole run over its tokens: the validation loss, or a monitor."""
 
     def height(point: GridPoint) -> float:
         return point.monitors.get(monitor, math.nan) if monitor else point.loss
 
     return _traced(
-        [run for run in record.runs if wanted(run)], lambda run, point: point.tokens, height,
+        record.runs, lambda run, point: point.tokens, height,
         x=Axis(title="tokens", log=True), y=Axis(title=SHOWN[monitor]),
     )  # fmt: skip
 
