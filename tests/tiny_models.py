@@ -63,6 +63,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "max_seq_len": POSITIONS,
     }),
     "mixtral": ("mixtral", {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    # Its frequencies change behind 16 tokens, where prompts of 11 with 8 new ones come by.
+    "phi3 long": ("phi3", {
+        **GROUPED, "original_max_position_embeddings": 16,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+            "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        },
+    }),
+    # No cache of any kind.
+    "openai-gpt": ("openai-gpt", {
+        "vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS,
+        "n_positions": POSITIONS,
+    }),
+    # Buffers that no checkpoint has, and layers of kinds that transformers' own list lacks.
+    "falcon_h1": ("falcon_h1", {**GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}),
+    "nemotron_h": ("nemotron_h", {
+        **GROUPED, "num_hidden_layers": 4, "head_dim": 8,
+        "layers_block_type": ["mamba", "attention", "mlp", "attention"],
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8,
+    }),
 }  # fmt: skip
 """A name for the test, the model type, and its configuration."""
 

@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampled beams": {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
 }
 QUICK = ("greedy", "beam")
-FAMILIES = ["gemma3", "mistral", "mamba", "rwkv", "gpt2"]
+FAMILIES = ["gemma3", "mistral", "mamba", "rwkv", "gpt2", "phi3 long"]
 
 
 def generate(model: Any, inputs: dict[str, Tensor], **settings: Any) -> Tensor:

@@ -20,7 +20,7 @@ NAMED = ["llama", "gpt2", "gpt_neox", "gemma2"]
 OTHERS = [
     "mamba", "opt", "qwen3", "mistral", "gemma3", "opt projected", "rwkv", "granite", "cohere", "phi", "gptj",
     "bloom",
-    "mpt", "mixtral",
+    "mpt", "mixtral", "phi3 long", "openai-gpt", "falcon_h1", "nemotron_h",
 ]  # fmt: skip
 FAMILIES = [*NAMED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 

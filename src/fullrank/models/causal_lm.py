@@ -49,6 +49,8 @@ from fullrank.models.configuration import FullrankConfig
 TIED = "lm_head.decoder.weight"
 CACHES = ("past_key_values", "cache_params")
 """What bodies call a cache of layers."""
+SWITCHING = ("phi3", "phimoe")
+"""Bodies that read a text anew where it outgrows its short frequencies."""
 
 
 @dataclass
@@ -239,10 +241,11 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
 
     def generate(self, *arguments: Any, **settings: Any) -> Any:
         """As `GenerationMixin.generate`; a head that reads earlier states, and has no memory of them, runs
-        without a cache. Texts of different lengths are padded on the left; a text of no token is refused."""
+        without a cache, as does a body that has none. Texts of different lengths are padded on the left; a
+        text of no token is refused."""
         given = (*arguments[:1], settings.get("inputs"), settings.get("input_ids"))
         _check_texts(next((ids for ids in given if ids is not None), None), settings.get("attention_mask"))
-        if self.lm_head.reads_time and not self._remembers:
+        if not self._has_cache or (self.lm_head.reads_time and not self._remembers):
             settings["use_cache"] = False
         return GenerationMixin.generate(cast(Any, self), *arguments, **settings)
 
@@ -285,10 +288,17 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         # transformers looks for the name kwargs, and then for what forward takes.
-        if len(input_ids) > 1 and self.model.config.model_type == "rwkv":
+        kind = self.model.config.model_type
+        if len(input_ids) > 1 and kind == "rwkv":
             # transformers mixes the rows of a batch where a state meets one token of each: all is read again.
             kwargs.pop("state", None)
             next_sequence_length = None
+        cache, short = kwargs.get("past_key_values"), None
+        if kind in SWITCHING:
+            short = getattr(self.model.config, "original_max_position_embeddings", None)
+        if cache is not None and short is not None and cache.get_seq_length() <= short < input_ids.shape[1]:
+            # From here on all positions turn by other frequencies than those that the cache was made with.
+            kwargs["past_key_values"] = next_sequence_length = None
         return GenerationMixin.prepare_inputs_for_generation(
             cast(Any, self), cast(Any, input_ids), next_sequence_length, **kwargs
         )
@@ -308,12 +318,20 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         original: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self.config.body), None)
         return original is None or original._supports_default_dynamic_cache()
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: else a body's module without weights of its own is not asked to fill the buffers that no
+        checkpoint has (the multipliers of Falcon-H1), and reads whatever memory held."""
+        return cls.is_remote_code()
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Weights that a checkpoint lacks: those of the head are drawn as the head draws them."""
         name = next((name for name, part in self.lm_head.named_modules() if part is module), None)
         if name is None:
             super()._init_weights(module)
+            return
+        if all(getattr(own, "_is_hf_initialized", False) for own in module.parameters(recurse=False)):
             return
         fresh = build_head(cast(FullrankConfig, self.config)).get_submodule(name)
         for own, drawn in zip(module.parameters(recurse=False), fresh.parameters(recurse=False), strict=True):
@@ -337,7 +355,12 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def _remembers(self) -> bool:
         """Whether the head's memory goes with the body's cache or state."""
-        return self.lm_head.carries_memory and not self._accepted.isdisjoint((*CACHES, "state"))
+        return self.lm_head.carries_memory and self._has_cache
+
+    @property
+    def _has_cache(self) -> bool:
+        """Whether the body goes on from what it has read, by any name."""
+        return not self._accepted.isdisjoint((*CACHES, "state"))
 
     @property
     def _accepted(self) -> set[str]:

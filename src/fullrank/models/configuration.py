@@ -104,6 +104,10 @@ class FullrankConfig(PreTrainedConfig):
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
         return self.body.get_text_config(decoder=decoder, encoder=encoder)
 
+    def validate(self) -> None:
+        """By the rules of the body's own kind: those for all kinds refuse layers that some kinds have."""
+        self.body.validate()
+
     def __getattr__(self, name: str) -> Any:
         # Only what is not found here comes by.
         if name.startswith("_") or self.__dict__.get("body") is None:
