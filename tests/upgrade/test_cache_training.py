@@ -115,9 +115,8 @@ def copies(count: int = 42, time: int = 24) -> Windows:
 @pytest.mark.slow
 @pytest.mark.parametrize("align", [0.0, 1.0])
 def test_the_whole_model_learns_with_its_memory(
-    align: float, tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    align: float, tiny_model: Callable[..., Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(whole, "PACES", ((1e-3, 2e-3),))
     original = tiny_model("llama")
     model, plain = upgrade(original, "cache"), upgrade(original, "softmax").lm_head
     before = model.lm_head.memory_weight.item()
