@@ -197,6 +197,16 @@ def test_limits_hold_the_exact_figures(construction: str) -> None:
         assert one.high - one.low <= 0.1 * 400, (construction, name)
 
 
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_limits_hold_where_few_steps_know_little(construction: str) -> None:
+    """The limit of a dimension is not decided where its estimate is: there brackets can be narrow."""
+    made = table(zipf(400, 1, contexts=2500), construction, least=LEAST)
+    exact = spectrum(made)
+    few = Effort(leading=16, batches=1, steps=(12,), most_exact=0)
+    for seed in range(3):
+        assert misses(spectrum(made, seed=seed, effort=few), exact)[0] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_limits_hold_for_many_seeds(construction: str) -> None:

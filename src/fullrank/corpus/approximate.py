@@ -62,7 +62,7 @@ def approximate(task: Task) -> Spectrum:
             if not effort.brackets:
                 break
             # Brackets of two probes tell whether to go on; all are worked out in the end.
-            sums.bracket([sums.level(bound) for bound in bounds.values()], probes=2)
+            sums.bracket([sums.decided(bound)[1] for bound in bounds.values()], probes=2)
             if depth + 1 == len(steps) or _bracketed(sums, list(bounds.values())):
                 break
             depth += 1
@@ -101,11 +101,10 @@ def _sizes(task: Task) -> tuple[int, tuple[int, ...]]:
 def _bracketed(sums: Sums, bounds: list[float]) -> bool:
     """Whether more steps would not help: the brackets are narrow against what is aimed at, or chance."""
     for bound in bounds:
-        level = sums.level(bound)
-        place = int(np.searchsorted(sums.levels, level))
-        width = (sums.under + sums.over)[place] / level
-        goal = max(ACCURACY * sums.dimension(bound)[0], 1.0) / 2
-        if width > max(goal, 0.3 * sums.chance[place] / level):
+        value, level = sums.decided(bound)
+        width, chance = (one / level for one in sums.width(level))
+        goal = max(ACCURACY * value, 1.0) / 2
+        if width > max(goal, 0.3 * chance):
             return False
     return True
 
@@ -133,7 +132,7 @@ def _assembled(
     curve = [d for d in grid if len(merged) < d < rank]
     levels = [float(sums.levels[int(np.argmax(sums.below - d * sums.levels))]) for d in curve[::4]]
     if effort.brackets:
-        sums.bracket([*levels, *(sums.level(bound) for bound in bounds.values())])
+        sums.bracket([*levels, *(sums.decided(bound)[1] for bound in bounds.values())])
 
     def tail(d: int) -> tuple[float, float, float]:
         if d >= rank:

@@ -25,7 +25,9 @@ shorter spectrum to resolve.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import scipy.linalg
@@ -43,6 +45,8 @@ SLACK = 0.05
 """Of a bracket, added where its lower end was found by search."""
 AGAIN = 0.1
 """A vector of which less is left is made orthogonal twice."""
+TOLERANCE = 1e-3
+"""Of an upper limit: how far above it can be what was not looked at."""
 EXHAUSTED = 1e-11
 """A Krylov space ends where the next vector is so much shorter than the operator's norm."""
 
@@ -103,16 +107,76 @@ class Probes:
         self._basis = np.empty((len(self.squares), 0, 0))
         self.most = self.steps
 
-    def matrices(self) -> list[tuple[Floats, Floats]]:
-        """Diagonal [m] and off-diagonal [m] of every probe's matrix, whose last element leads beyond it."""
+    def measures(self) -> list[Measure]:
+        """Of every probe."""
         result = []
         for place, end in enumerate(self._ends):
             length = min(int(end), self.steps)
             off = self._beta[place, :length].copy()
             if self._done[place]:
                 off[-1] = 0.0
-            result.append((self._alpha[place, :length], off))
+            result.append(Measure(self._alpha[place, :length], off, float(self.squares[place])))
         return result
+
+
+class Measure:
+    """What the steps from one vector of squared length `square` know of its measure F.
+
+    `alpha` [m] is the diagonal of the matrix of Lanczos, `beta` [m] its off-diagonal and the next element.
+    """
+
+    def __init__(self, alpha: Floats, beta: Floats, square: float = 1.0) -> None:
+        self._alpha, self._beta, self.square = alpha, beta, square
+        nodes, first, last = _rule(alpha, beta[:-1])
+        self.nodes, self.weights, self._last = np.maximum(nodes, 0.0), square * first, last
+        self.exhausted = bool(beta[-1] == 0.0)
+        """Whether the rule is the measure."""
+
+    def gauss(self, level: float) -> float:
+        """∫ min(λ, μ) dF by the rule of the steps."""
+        return float(self.weights @ np.minimum(self.nodes, level))
+
+    def most(self, level: float) -> float:
+        """The largest ∫ min(λ, μ) dF over F on λ >= 0 with the same moments."""
+        gauss = self.gauss(level)
+        return gauss if self.exhausted else max(gauss, self._with(level, level))
+
+    def least(self, level: float) -> float:
+        """The least of them."""
+        gauss = self.gauss(level)
+        if self.exhausted:
+            return gauss
+        nodes = self.nodes
+        place = int(np.searchsorted(nodes, level))
+        # No eigenvalue is negative.
+        low = nodes[place - 1] if place > 0 else 0.0
+        high = nodes[place] if place < len(nodes) else max(nodes[-1], level) + self._reach
+        # The rule is Gauss's at the ends of the gap, but for 0, which is no node; cosines look closer there.
+        places = low + (high - low) * (1 - np.cos(np.pi * (np.arange(PLACES + 2)) / (PLACES + 1))) / 2
+        between = [self._with(float(x), level) for x in places[1:-1]]
+        values = [self._with(float(low), level) if place == 0 else gauss, *between, gauss]
+        best = min(max(int(np.argmin(values)), 1), PLACES)
+        found = scipy.optimize.minimize_scalar(
+            lambda x: self._with(float(x), level),
+            bounds=(places[best - 1], places[best + 1]),
+            method="bounded",
+            options={"maxiter": PLACES},
+        )
+        least = min(*values, float(found.fun))
+        # The search ends a little above the least.
+        return max(least - SLACK * (self.most(level) - least), 0.0)
+
+    @property
+    def _reach(self) -> float:
+        return float(self.nodes[-1] - self.nodes[0] + self._beta[-1])
+
+    def _with(self, x: float, level: float) -> float:
+        """Of the rule that has x among its nodes."""
+        if np.abs(x - self.nodes).min() <= 1e-14 * self._reach:
+            return self.gauss(level)
+        extra = x - self._beta[-1] ** 2 * float((self._last / (x - self.nodes)).sum())
+        points, weights, _ = _rule(np.append(self._alpha, extra), self._beta)
+        return self.square * float(weights @ np.minimum(points, level))
 
 
 class Sums:
@@ -121,13 +185,14 @@ class Sums:
     def __init__(self, known: Floats, left_size: int, left_trace: float, probes: list[Probes]) -> None:
         self.known = np.sort(known)
         self.left_size, self.left_trace = left_size, max(left_trace, 0.0)
-        self.squares = np.concatenate([some.squares for some in probes])
-        self.matrices = [matrix for some in probes for matrix in some.matrices()]
-        rules = [_rule(alpha, beta[:-1]) for alpha, beta in self.matrices]
-        self._nodes = [np.maximum(nodes, 0.0) for nodes, _ in rules]
-        self._weights = [weights * square for (_, weights), square in zip(rules, self.squares, strict=True)]
-        top = max(float(self.known[-1]) if len(self.known) else 0.0, *(float(one[-1]) for one in self._nodes))
-        mean = (self.left_trace + float(self.known.sum())) / max(self.left_size + len(self.known), 1)
+        self.measures = [measure for some in probes for measure in some.measures()]
+        self._total = self.left_trace + float(self.known.sum())
+        self._most = self.left_size + len(self.known)
+        top = max(
+            float(self.known[-1]) if len(self.known) else 0.0,
+            *(float(one.nodes[-1]) for one in self.measures),
+        )
+        mean = self._total / max(self._most, 1)
         self.levels: Floats = np.geomspace(min(1e-7 * mean, 1e-3 * top), 1.001 * top, LEVELS)
         self._slope, self._constant = self._lines()
         samples = self._samples()
@@ -138,49 +203,112 @@ class Sums:
         quantile = float(scipy.special.stdtrit(max(count - 1, 1), 0.5 + CONFIDENCE / 2))
         self.chance: Floats = quantile * spread
         """Half of Student's interval, at the levels."""
-        self.under, self.over = np.zeros(LEVELS), np.zeros(LEVELS)
-        """How far M can lie under and over, by the brackets."""
-        self._sure = np.arange(LEVELS)
+        self._asked: list[Measure] = []
+        self._sure: list[int] = []
+        self._unders: dict[int, float] = {}
+        self._overs: dict[int, float] = {}
 
     def bracket(self, levels: list[float], probes: int | None = None) -> None:
-        """Work out the brackets at some levels, of all probes or a few; between them interpolated."""
-        wanted = np.clip(levels, self.levels[0], self.levels[-1])
-        self._sure = np.unique(np.minimum(np.searchsorted(self.levels, wanted), LEVELS - 1))
-        pairs = np.array([self._bracket(float(self.levels[place]), probes) for place in self._sure])
-        # Between two levels the wider bracket of both, as far as it is known.
-        before = np.searchsorted(self._sure, np.arange(LEVELS), side="right") - 1
-        after = np.searchsorted(self._sure, np.arange(LEVELS), side="left")
-        last = len(self._sure) - 1
-        ends = np.clip(before, 0, last), np.clip(after, 0, last)
-        self.under, self.over = (np.maximum(pairs[ends[0], side], pairs[ends[1], side]) for side in (0, 1))
+        """Count the brackets in the limits from here on, of all probes or a few.
 
-    def level(self, bound: float) -> float:
-        """μ at which the dimension of a bound is decided."""
-        return float(self.levels[int(np.argmax((self.below - bound) / self.levels))])
+        Lower limits are sought at these levels alone, each of which proves one; upper limits at all.
+        """
+        self._asked = self.measures[:probes]
+        self._unders, self._overs = {}, {}
+        self._sure = sorted({self._place(level) for level in levels})
+
+    def decided(self, bound: float) -> tuple[float, float]:
+        """The d of `dimension`, without limits, and the μ at which it is decided."""
+        found = (self.below - bound) / self.levels
+        place = int(np.argmax(found))
+        return float(found[place]), float(self.levels[place])
+
+    def width(self, level: float) -> tuple[float, float]:
+        """Of the bracket of M at a level, and half of Student's interval there."""
+        place = self._place(level)
+        return self._under(place) + self._over(place), float(self.chance[place])
 
     def dimension(self, bound: float) -> tuple[float, float, float]:
         """The d at which the sum beyond d falls to a bound, as a real number, with its limits."""
-        # A single level proves a lower limit, so only those whose bracket was worked out are asked.
-        low = np.full(LEVELS, -np.inf)
-        low[self._sure] = (self.below - self.chance - self.under)[self._sure]
-        high = self.below + self.chance + self.over
-        found = [float(((one - bound) / self.levels).max()) for one in (self.below, low, high)]
-        most = float(self.left_size + len(self.known))
-        value, low_d, high_d = (min(max(one, 0.0), most) for one in found)
-        return value, low_d, high_d
+        found = self._limits(lambda one, level: (one - bound) / level)
+        value, low, high = (min(max(one, 0.0), float(self._most)) for one in found)
+        return value, low, high
 
     def beyond(self, dimension: float) -> tuple[float, float, float]:
         """The sum of eigenvalues beyond so many, with its limits."""
-        low = self.below - self.chance - self.under
-        high = self.below + self.chance + self.over
-        value, low_s, high_s = (
-            max(float((one - dimension * self.levels).max()), 0.0) for one in (self.below, low, high)
-        )
-        return value, low_s, high_s
+        found = self._limits(lambda one, level: one - dimension * level)
+        value, low, high = (max(one, 0.0) for one in found)
+        return value, low, high
+
+    def _limits(self, figure: Callable[[Any, Any], Any]) -> tuple[float, float, float]:
+        """Of the largest over μ of a figure of M(μ) and μ, which rises with M."""
+        value = float(figure(self.below, self.levels).max())
+        if not self._asked:
+            ends = (figure(self.below + sign * self.chance, self.levels).max() for sign in (-1, 1))
+            low, high = (float(end) for end in ends)
+            return value, low, high
+        low = max(figure(self._lower(place), float(self.levels[place])) for place in self._sure)
+        return value, float(low), self._highest(figure)
+
+    def _highest(self, figure: Callable[[Any, Any], Any]) -> float:
+        """The largest of a figure over all levels when M is as large as it can be.
+
+        M is concave and rises from 0: between levels a and b it is below M(b) and below μ M(a) / a, and what
+        the figure can be there is known from the two ends. The interval where it can be most is halved.
+        """
+
+        def between(a: int, b: int) -> float:
+            kink = self.levels[a] * max(self._upper(b) / self._upper(a), 1.0)
+            return float(figure(self._upper(b), min(kink, self.levels[b])))
+
+        def at(place: int) -> float:
+            return float(figure(self._upper(place), float(self.levels[place])))
+
+        best = max(at(0), at(LEVELS - 1))
+        left = [(-between(0, LEVELS - 1), 0, LEVELS - 1)]
+        while left and -left[0][0] > best + TOLERANCE * abs(best):
+            _, a, b = heapq.heappop(left)
+            if b - a == 1:
+                continue
+            middle = (a + b) // 2
+            best = max(best, at(middle))
+            for one, other in ((a, middle), (middle, b)):
+                heapq.heappush(left, (-between(one, other), one, other))
+        return max(best, -left[0][0]) if left else best
+
+    def _place(self, level: float) -> int:
+        return min(int(np.searchsorted(self.levels, level)), LEVELS - 1)
+
+    def _upper(self, place: int) -> float:
+        """M at a level is no larger."""
+        level = float(self.levels[place])
+        found = float(self.below[place] + self.chance[place]) + self._over(place)
+        return max(min(found, self._total, self._most * level), 1e-300)
+
+    def _lower(self, place: int) -> float:
+        return float(self.below[place] - self.chance[place]) - self._under(place)
+
+    def _over(self, place: int) -> float:
+        """How far the mean over the probes can lie over the value of their rules."""
+        if place not in self._overs:
+            level = float(self.levels[place])
+            over = (one.most(level) - one.gauss(level) for one in self._asked)
+            self._overs[place] = sum(over) / len(self._asked)
+        return self._overs[place]
+
+    def _under(self, place: int) -> float:
+        """How far it can lie under it."""
+        if place not in self._unders:
+            level = float(self.levels[place])
+            under = (max(one.gauss(level) - one.least(level), 0.0) for one in self._asked)
+            self._unders[place] = sum(under) / len(self._asked)
+        return self._unders[place]
 
     def _lines(self) -> tuple[Floats, Floats]:
         """Slope and constant (times μ) of the line nearest to min(λ, μ) over the measured spectrum."""
-        nodes, weights = np.concatenate(self._nodes), np.concatenate(self._weights)
+        nodes, weights = (
+            np.concatenate([getattr(one, name) for one in self.measures]) for name in ("nodes", "weights")
+        )
         order = np.argsort(nodes)
         nodes, weights = nodes[order], weights[order]
         sums = [np.concatenate([[0.0], np.cumsum(weights * nodes**power)]) for power in range(3)]
@@ -204,7 +332,8 @@ class Sums:
     def _samples(self) -> Floats:
         """z' (min(G, μ) less the line) z, [probes, levels]."""
         rows = []
-        for nodes, weights in zip(self._nodes, self._weights, strict=True):
+        for one in self.measures:
+            nodes, weights = one.nodes, one.weights
             zeroth = np.concatenate([[0.0], np.cumsum(weights)])
             first = np.concatenate([[0.0], np.cumsum(weights * nodes)])
             place = np.searchsorted(nodes, self.levels, side="right")
@@ -218,58 +347,11 @@ class Sums:
         result: Floats = sums[place] + levels * (len(self.known) - place)
         return result
 
-    def _bracket(self, level: float, probes: int | None) -> tuple[float, float]:
-        """How far the mean over the probes can lie under and over the Gauss rules' value."""
-        under = over = 0.0
-        matrices = self.matrices[:probes]
-        for place, (alpha, beta) in enumerate(matrices):
-            if beta[-1] == 0.0:
-                continue
-            gauss = float(self._weights[place] @ np.minimum(self._nodes[place], level))
-            low, high = bracket(alpha, beta, level)
-            under += max(gauss - self.squares[place] * low, 0.0)
-            over += max(self.squares[place] * high - gauss, 0.0)
-        return under / len(matrices), over / len(matrices)
 
-
-def bracket(alpha: Floats, beta: Floats, level: float) -> tuple[float, float]:
-    """Least and largest ∫ min(λ, μ) dF over F on λ >= 0 with the moments of a Lanczos matrix of m steps.
-
-    `alpha` [m] is its diagonal, `beta` [m] its off-diagonal and the next element of it.
-    """
-    nodes, vectors = scipy.linalg.eigh_tridiagonal(alpha, beta[:-1], check_finite=False)
-    last = np.square(vectors[-1])
-    place = int(np.searchsorted(nodes, level))
-    reach = nodes[-1] - nodes[0] + beta[-1]
-    # No eigenvalue is negative.
-    low = nodes[place - 1] if place > 0 else min(0.0, nodes[0])
-    high = nodes[place] if place < len(nodes) else max(nodes[-1], level) + reach
-
-    def integral(x: float) -> float:
-        """Of the rule that has x among its nodes."""
-        if np.abs(x - nodes).min() <= 1e-14 * reach:
-            return gauss
-        extra = x - beta[-1] ** 2 * float((last / (x - nodes)).sum())
-        points, weights = _rule(np.append(alpha, extra), beta)
-        return float(weights @ np.minimum(points, level))
-
-    gauss = float(np.square(vectors[0]) @ np.minimum(nodes, level))
-    most = max(gauss, integral(level))
-    # At the ends of the gap the rule is Gauss's, but for 0, which is no node; cosines put more places there.
-    places = low + (high - low) * (1 - np.cos(np.pi * (np.arange(PLACES + 2)) / (PLACES + 1))) / 2
-    values = [integral(low) if place == 0 else gauss, *(integral(float(x)) for x in places[1:-1]), gauss]
-    best = min(max(int(np.argmin(values)), 1), PLACES)
-    found = scipy.optimize.minimize_scalar(
-        integral, bounds=(places[best - 1], places[best + 1]), method="bounded", options={"maxiter": PLACES}
-    )
-    least = min(*values, float(found.fun))
-    # The search ends a little above the least.
-    return least - SLACK * (most - least), most
-
-
-def _rule(alpha: Floats, beta: Floats) -> tuple[Floats, Floats]:
-    """Nodes, rising, and weights of the Gauss rule of a tridiagonal matrix."""
+def _rule(alpha: Floats, beta: Floats) -> tuple[Floats, Floats, Floats]:
+    """Nodes, rising, of the Gauss rule of a tridiagonal matrix, their weights, and what the last vector
+    would have for weights."""
     if len(alpha) == 1:
-        return alpha.copy(), np.ones(1)
+        return alpha.copy(), np.ones(1), np.ones(1)
     nodes, vectors = scipy.linalg.eigh_tridiagonal(alpha, beta, check_finite=False)
-    return np.asarray(nodes, dtype=np.float64), np.square(vectors[0])
+    return np.asarray(nodes, dtype=np.float64), np.square(vectors[0]), np.square(vectors[-1])
