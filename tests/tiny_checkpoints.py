@@ -31,6 +31,18 @@ TINY: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
         "sliding_window": 64,
     },
+    # Layers of two kinds, whose heads differ in width.
+    "gemma4_text": {
+        "intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 64,
+        "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+    },
     "phi": {"intermediate_size": 64},
     "gpt_neox": {"intermediate_size": 64},
     "gpt2": {},

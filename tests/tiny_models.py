@@ -41,6 +41,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "gemma2": ("gemma2", {**GEMMA, "final_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", GEMMA),
+    # Layers of two kinds, whose heads differ in width.
+    "gemma4": ("gemma4_text", {
+        **GROUPED, "num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
+        "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+    }),
     "mamba": ("mamba", {
         "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "state_size": 4,
         "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,

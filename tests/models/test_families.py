@@ -22,6 +22,7 @@ OTHERS = [
     "mamba", "opt", "qwen3", "mistral", "gemma3", "opt projected", "rwkv", "granite", "cohere", "phi", "gptj",
     "bloom",
     "mpt", "mixtral", "phi3 long", "openai-gpt", "falcon_h1", "nemotron_h",
+    "gemma4",
 ]  # fmt: skip
 FAMILIES = [*NAMED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fullrank.models import AwdLstmConfig, FullrankConfig, FullrankForCausalLM, bodies
 from fullrank.models.flops import training_flops
+from fullrank.upgrade import upgrade
 
 V, TIME = 300, 32
 
@@ -27,6 +29,16 @@ def test_a_third_is_counted_forward(kind: str, head: dict[str, Any]) -> None:
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(ids)
     assert counted.get_total_flops() == pytest.approx(3 * TIME * training_flops(model, TIME) / 3, rel=0.02)
+
+
+def test_layers_whose_heads_differ_in_width(tiny_model: Callable[..., Any]) -> None:
+    """Those of Gemma 4, whose configuration does not say `head_dim` for all of them."""
+    model = upgrade(tiny_model("gemma4"), "softmax")
+    model.set_attn_implementation("eager")
+    ids = torch.randint(101, (3, TIME))
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(ids)
+    assert counted.get_total_flops() == pytest.approx(TIME * training_flops(model, TIME), rel=0.02)
 
 
 def test_an_lstm_is_its_weights() -> None:

@@ -35,6 +35,7 @@ FAMILIES = (
     ("opt", {"word_embed_proj_dim": 16}, True),
     ("gemma2", {}, True),
     ("gemma3_text", {}, True),
+    ("gemma4_text", {}, True),
     ("cohere", {}, True),
     ("granite", {}, False),
     ("qwen3", {}, False),
@@ -102,7 +103,7 @@ def test_families_load_as_they_were_saved(
     assert not any(weight.requires_grad for weight in loaded.model.parameters())
     assert loaded.model.config.tie_word_embeddings == tied
     # In some versions of transformers gpt_neox has two names for its output matrix, in file and model.
-    weights = {name.replace("embed_out", "lm_head"): item for name, item in loaded.model.named_parameters()}
+    weights = {name.replace("embed_out", "lm_head"): item for name, item in loaded.model.state_dict().items()}
     for name, tensor in load_file(directory / "model.safetensors").items():
         assert torch.equal(tensor, weights[name.replace("embed_out", "lm_head")])
     tokens = loaded.tokenizer("the sea shells", return_tensors="pt")["input_ids"]

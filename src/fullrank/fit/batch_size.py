@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from fullrank.errors import FullrankError
+from fullrank.models.sizes import largest
 
 MOST_ON_CPU, MOST_ON_GPU = 4, 64
 
@@ -37,14 +38,10 @@ def _bytes(model: Any, length: int) -> int:
     """That one window takes while the body runs on it."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
 
-    def size(name: str, otherwise: int) -> int:
-        value = getattr(config, name, None)
-        return value if isinstance(value, int) else otherwise
-
-    width = size("hidden_size", 1024)
-    inner = size("intermediate_size", 4 * width)
+    width = largest(config, "hidden_size") or 1024
+    inner = largest(config, "intermediate_size") or 4 * width
     eager = getattr(config, "_attn_implementation", None) == "eager"
-    scores = size("num_attention_heads", 1) * length * length if eager else 0
+    scores = max(1, largest(config, "num_attention_heads")) * length * length if eager else 0
     return model.dtype.itemsize * length * (8 * width + 3 * inner) + 4 * scores
 
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.models.normalisers import check_available, check_temperature, normalise, normaliser_called
+from fullrank.models.sizes import largest
 
 IMPLEMENTATION = "fullrank_normaliser"
 """The name of our function among transformers' attention implementations."""
@@ -170,7 +171,7 @@ def no_attention(model: nn.Module) -> str:
     kind, config = type(model).__name__, getattr(model, "config", None)
     if config is None:
         return f"{kind} is no transformers model"
-    if getattr(config, "num_attention_heads", None):
+    if largest(config, "num_attention_heads"):
         return f"{kind} computes its attention itself and does not let it be exchanged"
     return f"{kind} has no attention"
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fullrank.models.sizes import by_layer
+
 PEAKS = {
     "B200": 2250e12, "B100": 1800e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12,
     "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
@@ -24,16 +26,22 @@ PEAKS = {
 def training_flops(model: Any, length: int) -> int:
     """Of one token of texts of this length: forward and backward."""
     body = model.model
-    embedded = set(body.get_input_embeddings().parameters())
+    # Looked up, not multiplied: tokens, and positions or a layer's own tokens where there are such.
+    tables = [module for module in body.modules() if isinstance(module, torch.nn.Embedding)]
+    embedded = {weight for table in (body.get_input_embeddings(), *tables) for weight in table.parameters()}
     weights = sum(
         parameter.numel()
         for parameter in body.parameters()
         if parameter.ndim > 1 and parameter not in embedded
     )
     config = body.config
-    heads = getattr(config, "num_attention_heads", 0) or 0
-    width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    return 6 * weights + 12 * config.num_hidden_layers * heads * width * length + model.lm_head.flops()
+    layers = by_layer(config)
+    widths = 0
+    for layer in layers:
+        heads = getattr(layer, "num_attention_heads", 0) or 0
+        widths += heads * (getattr(layer, "head_dim", None) or (config.hidden_size // heads if heads else 0))
+    attention = 12 * config.num_hidden_layers * widths * length // len(layers)
+    return 6 * weights + attention + model.lm_head.flops()
 
 
 def peak_flops(device: torch.device) -> float | None:

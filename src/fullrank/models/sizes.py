@@ -42,7 +42,7 @@ NAMES = {
 def parameters(config: Any) -> int:
     """About how many a model of this configuration of transformers has."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = {size: _size(text, size) for size in NAMES}
+    found = {size: largest(text, *names) for size, names in NAMES.items()}
     layers, width = found["layers"], found["width"]
     if layers > MOST_LAYERS:
         raise FullrankError(
@@ -52,7 +52,7 @@ def parameters(config: Any) -> int:
     inner = found["inner"] or 4 * width
     if found["experts"]:
         inner = max(inner, found["experts"] * (found["expert_inner"] or inner))
-    entries = max(found["vocabulary"], _size(config, "vocabulary")) + found["positions"]
+    entries = max(found["vocabulary"], largest(config, *NAMES["vocabulary"])) + found["positions"]
     own = getattr(config, "head", None)
     head = registry.parameters(**own) if isinstance(own, dict) and "hidden" in own else 0
     body = layers * (width * (4 * attention + 3 * inner) + 8 * found["recurrent"] ** 2)
@@ -73,7 +73,7 @@ def require_stored(config: Any, directory: Any, tensors: int, stored: int, *, it
     """Raise for a checkpoint whose `tensors` of `stored` entries in all do not fit, or whose configuration
     asks for far more than they hold."""
     count = parameters(config)
-    layers = _size(config.get_text_config(), "layers")
+    layers = largest(config.get_text_config(), *NAMES["layers"])
     if layers > max(tensors, 1):
         raise FullrankError(
             f"config.json in {directory} asks for {layers:,} layers, its files hold {tensors:,} tensors: "
@@ -91,11 +91,19 @@ def require_stored(config: Any, directory: Any, tensors: int, stored: int, *, it
         )
 
 
-def _size(config: Any, size: str) -> int:
-    for name in NAMES[size]:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
+def by_layer(config: Any) -> list[Any]:
+    """A configuration for every layer where layers differ in it, as Gemma 4's do in `head_dim`, which this
+    one then refuses to say; else this one alone."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def largest(config: Any, *names: str) -> int:
+    """What the configuration has by the first of these names, in the largest of its layers; 0 is not said."""
+    layers = by_layer(config)
+    for name in names:
+        values = [getattr(layer, name, None) for layer in layers]
+        if found := [value for value in values if isinstance(value, int) and value > 0]:
+            return max(found)
     return 0
 
 

@@ -24,6 +24,7 @@ from fullrank.models.anatomy import states
 from fullrank.models.attention import SETTING
 from fullrank.models.normalisers import NORMALISERS, check_available
 from fullrank.models.output_layer import OutputLayer
+from fullrank.models.sizes import largest
 from fullrank.results.attention import Attention, AttentionKept, AttentionNormaliser
 
 Progress = Callable[[str, float], None]
@@ -129,8 +130,8 @@ def _watch(
 
 def _given(model: Any, ids: Tensor, where: Plan, tally: Tally, memory: int, progress: Progress) -> None:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    layers, heads = (getattr(config, name, 1) for name in ("num_hidden_layers", "num_attention_heads"))
-    needed = 8 * (layers or 1) * (heads or 1) * ids.shape[1] ** 2
+    layers, heads = (largest(config, name) or 1 for name in ("num_hidden_layers", "num_attention_heads"))
+    needed = 8 * layers * heads * ids.shape[1] ** 2
     if needed > memory:
         raise FullrankError(
             f"{type(model).__name__} gives the weights of all layers at once, {needed / 2**30:.1f} GiB for a "
