@@ -80,8 +80,10 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
     gguf = tmp_path / "a.gguf"
     gguf.write_bytes(b"no GGUF")
+    with pytest.raises(FullrankError, match=r"a\.gguf is damaged"):
+        build(str(gguf), list, 0)
     (tmp_path / "empty").mkdir()
-    for name in (gguf, tmp_path / "empty", "no-such-name-on-any-hub"):
+    for name in (tmp_path / "empty", "no-such-name-on-any-hub"):
         with pytest.raises(FullrankError, match=r"bytes, words, bpe:SIZE"):
             build(str(name), list, 0)
 

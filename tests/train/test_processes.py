@@ -219,11 +219,12 @@ def launched(text: Path, out: Path, *arguments: str, launcher: str = "torchrun")
         wait(parent, 0)
 
 
-def until_step(run: Path, step: int, parent: subprocess.Popen[bytes]) -> None:
+def until_step(run: Path, step: int, parent: subprocess.Popen[bytes], *, starts: int = 1) -> None:
     for _ in range(20 * 120):
         assert parent.poll() is None, run.with_suffix(".err").read_text()
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            if any(line["step"] >= step for line in lines(run, "train")):
+            reached = any(line["step"] >= step for line in lines(run, "train"))
+            if reached and len(lines(run, "start")) == starts:
                 return
         time.sleep(0.05)
     raise AssertionError("no progress")
@@ -282,7 +283,7 @@ def test_a_killed_worker_ends_the_run_and_it_continues(text: Path, tmp_path: Pat
     assert step
     assert step % 10 == 0
     with launched(text, run, "--set", "steps=100000") as parent:
-        until_step(run, step + 5, parent)
+        until_step(run, step + 5, parent, starts=2)
     assert lines(run, "start")[-1]["step"] == step
 
 
