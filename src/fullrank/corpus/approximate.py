@@ -62,7 +62,7 @@ def approximate(task: Task) -> Spectrum:
             if not effort.brackets:
                 break
             # Brackets of two probes tell whether to go on; all are worked out in the end.
-            sums.bracket([sums.decided(bound)[1] for bound in bounds.values()], probes=2)
+            sums.bracket(probes=2)
             if depth + 1 == len(steps) or _bracketed(sums, list(bounds.values())):
                 break
             depth += 1
@@ -101,10 +101,11 @@ def _sizes(task: Task) -> tuple[int, tuple[int, ...]]:
 def _bracketed(sums: Sums, bounds: list[float]) -> bool:
     """Whether more steps would not help: the brackets are narrow against what is aimed at, or chance."""
     for bound in bounds:
-        value, level = sums.decided(bound)
-        width, chance = (one / level for one in sums.width(level))
-        goal = max(ACCURACY * value, 1.0) / 2
-        if width > max(goal, 0.3 * chance):
+        place = sums.decided(bound)
+        level = sums.levels[place]
+        width = (sums.under + sums.over)[place] / level
+        goal = max(ACCURACY * sums.dimension(bound)[0], 1.0) / 2
+        if width > max(goal, 0.3 * sums.chance[place] / level):
             return False
     return True
 
@@ -128,11 +129,8 @@ def _assembled(
     beyond = np.maximum(total - np.concatenate([[0.0], np.cumsum(merged)]), 0.0)
     diagonal = np.sort(np.concatenate([gram.diagonal, gram.alone]))[::-1]
     most = np.maximum(total - np.concatenate([[0.0], np.cumsum(diagonal)]), 0.0)
-    # The brackets are wanted for the whole curve, too.
-    curve = [d for d in grid if len(merged) < d < rank]
-    levels = [float(sums.levels[int(np.argmax(sums.below - d * sums.levels))]) for d in curve[::4]]
     if effort.brackets:
-        sums.bracket([*levels, *(sums.decided(bound)[1] for bound in bounds.values())])
+        sums.bracket()
 
     def tail(d: int) -> tuple[float, float, float]:
         if d >= rank:

@@ -14,10 +14,10 @@ control variates lower it further: tr G and tr 1 are known, so only what a line 
 is noise.
 
 Each z' f(G) z = ∫ f dF is read off m steps of Lanczos from z. All measures with the same first 2m moments
-agree on it up to a bracket that is exact (Krein & Nudelman 1977): over the rules with m + 1 nodes, one of
-them at x between the Gauss nodes around μ, the integral of min(λ, μ) is largest at x = μ and smallest at
-another x, which is searched. So the error of a figure is the bracket, which more steps shrink, plus Student's
-interval over the probes, which more probes shrink.
+agree on it up to a bracket that is exact (Krein & Nudelman 1977): its ends are those of the rules with m + 1
+nodes, of which one can be chosen. The integral of min(λ, μ) is largest where μ is a node, and so a rule says
+the upper end at all of its nodes; the lower end is near the least of several rules. So the error of a figure
+is the bracket, which more steps shrink, plus Student's interval over the probes, which more probes shrink.
 
 Eigenvectors that are known are taken out first: their eigenvalues are summed as they are, and Lanczos has a
 shorter spectrum to resolve.
@@ -25,13 +25,10 @@ shorter spectrum to resolve.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import scipy.linalg
-import scipy.optimize
 import scipy.special
 from numpy.typing import NDArray
 
@@ -39,14 +36,12 @@ Floats = NDArray[np.float64]
 CONFIDENCE = 0.999
 LEVELS = 2000
 """Values of μ that are looked at."""
-PLACES = 6
-"""Values of x at which a bracket's lower end is sought first, and then around the best of them."""
+RULES = 48
+"""That a bracket is the least and the largest of."""
 SLACK = 0.05
-"""Of a bracket, added where its lower end was found by search."""
+"""Of a bracket, added at both ends: what lies between the rules, half a percent on average."""
 AGAIN = 0.1
 """A vector of which less is left is made orthogonal twice."""
-TOLERANCE = 1e-3
-"""Of an upper limit: how far above it can be what was not looked at."""
 EXHAUSTED = 1e-11
 """A Krylov space ends where the next vector is so much shorter than the operator's norm."""
 
@@ -126,57 +121,47 @@ class Measure:
     """
 
     def __init__(self, alpha: Floats, beta: Floats, square: float = 1.0) -> None:
-        self._alpha, self._beta, self.square = alpha, beta, square
-        nodes, first, last = _rule(alpha, beta[:-1])
-        self.nodes, self.weights, self._last = np.maximum(nodes, 0.0), square * first, last
+        self._alpha, self._beta, self._square = alpha, beta, square
+        nodes, first, self._last = _rule(alpha, beta[:-1])
+        self.rule = np.maximum(nodes, 0.0), square * first
+        """Nodes and weights of Gauss's rule."""
         self.exhausted = bool(beta[-1] == 0.0)
         """Whether the rule is the measure."""
 
-    def gauss(self, level: float) -> float:
-        """∫ min(λ, μ) dF by the rule of the steps."""
-        return float(self.weights @ np.minimum(self.nodes, level))
-
-    def most(self, level: float) -> float:
-        """The largest ∫ min(λ, μ) dF over F on λ >= 0 with the same moments."""
-        gauss = self.gauss(level)
-        return gauss if self.exhausted else max(gauss, self._with(level, level))
-
-    def least(self, level: float) -> float:
-        """The least of them."""
-        gauss = self.gauss(level)
+    def ends(self, levels: Floats) -> tuple[Floats, Floats]:
+        """The least and the largest ∫ min(λ, μ) dF over F on λ >= 0 with the same moments, at levels μ."""
+        nodes = self.rule[0]
+        least = most = _integrals(*self.rule, levels)
         if self.exhausted:
-            return gauss
-        nodes = self.nodes
-        place = int(np.searchsorted(nodes, level))
-        # No eigenvalue is negative.
-        low = nodes[place - 1] if place > 0 else 0.0
-        high = nodes[place] if place < len(nodes) else max(nodes[-1], level) + self._reach
-        # The rule is Gauss's at the ends of the gap, but for 0, which is no node; cosines look closer there.
-        places = low + (high - low) * (1 - np.cos(np.pi * (np.arange(PLACES + 2)) / (PLACES + 1))) / 2
-        between = [self._with(float(x), level) for x in places[1:-1]]
-        values = [self._with(float(low), level) if place == 0 else gauss, *between, gauss]
-        best = min(max(int(np.argmin(values)), 1), PLACES)
-        found = scipy.optimize.minimize_scalar(
-            lambda x: self._with(float(x), level),
-            bounds=(places[best - 1], places[best + 1]),
-            method="bounded",
-            options={"maxiter": PLACES},
-        )
-        least = min(*values, float(found.fun))
-        # The search ends a little above the least.
-        return max(least - SLACK * (self.most(level) - least), 0.0)
+            return least, most
+        top = nodes[-1]
+        beyond = 2 * top - nodes[0] + self._beta[-1]
+        wanted = np.geomspace(max(0.1 * nodes[0], 1e-7 * top), beyond, RULES)
+        places, largest = [np.zeros(1), nodes], [np.zeros(1), _integrals(*self.rule, nodes)]
+        for x in (0.0, *wanted):
+            if np.abs(x - nodes).min() <= 1e-14 * beyond:
+                continue
+            points, weights = self._with(float(x))
+            found = _integrals(points, weights, levels)
+            # Below the first node, only what has no eigenvalue below zero counts.
+            counts = (levels >= nodes[0]) | (points[0] >= -1e-12 * top)
+            least, most = np.where(counts, np.minimum(least, found), least), np.maximum(most, found)
+            above = points[points > 0]
+            places.append(above)
+            largest.append(_integrals(points, weights, above))
+        joined, values = np.concatenate(places), np.concatenate(largest)
+        order = np.argsort(joined)
+        most = np.maximum(most, np.interp(levels, joined[order], values[order]))
+        slack = SLACK * (most - least)
+        # No larger than the whole, nor than its mean allows.
+        whole = self._square * np.minimum(levels, self._alpha[0])
+        return np.maximum(least - slack, 0.0), np.minimum(most + slack, whole)
 
-    @property
-    def _reach(self) -> float:
-        return float(self.nodes[-1] - self.nodes[0] + self._beta[-1])
-
-    def _with(self, x: float, level: float) -> float:
-        """Of the rule that has x among its nodes."""
-        if np.abs(x - self.nodes).min() <= 1e-14 * self._reach:
-            return self.gauss(level)
-        extra = x - self._beta[-1] ** 2 * float((self._last / (x - self.nodes)).sum())
+    def _with(self, x: float) -> tuple[Floats, Floats]:
+        """Nodes and weights of the rule that has x among its nodes."""
+        extra = x - self._beta[-1] ** 2 * float((self._last / (x - self.rule[0])).sum())
         points, weights, _ = _rule(np.append(self._alpha, extra), self._beta)
-        return self.square * float(weights @ np.minimum(points, level))
+        return points, self._square * weights
 
 
 class Sums:
@@ -190,7 +175,7 @@ class Sums:
         self._most = self.left_size + len(self.known)
         top = max(
             float(self.known[-1]) if len(self.known) else 0.0,
-            *(float(one.nodes[-1]) for one in self.measures),
+            *(float(one.rule[0][-1]) for one in self.measures),
         )
         mean = self._total / max(self._most, 1)
         self.levels: Floats = np.geomspace(min(1e-7 * mean, 1e-3 * top), 1.001 * top, LEVELS)
@@ -203,112 +188,43 @@ class Sums:
         quantile = float(scipy.special.stdtrit(max(count - 1, 1), 0.5 + CONFIDENCE / 2))
         self.chance: Floats = quantile * spread
         """Half of Student's interval, at the levels."""
-        self._asked: list[Measure] = []
-        self._sure: list[int] = []
-        self._unders: dict[int, float] = {}
-        self._overs: dict[int, float] = {}
+        self.under, self.over = np.zeros(LEVELS), np.zeros(LEVELS)
+        """How far M can lie under and over, by the brackets."""
 
-    def bracket(self, levels: list[float], probes: int | None = None) -> None:
-        """Count the brackets in the limits from here on, of all probes or a few.
+    def bracket(self, probes: int | None = None) -> None:
+        """Count brackets in the limits from here on: the mean of those of all probes, or of a few."""
+        asked = self.measures[:probes]
+        self.under, self.over = np.zeros(LEVELS), np.zeros(LEVELS)
+        for one in asked:
+            (least, most), gauss = one.ends(self.levels), _integrals(*one.rule, self.levels)
+            self.under += (gauss - least) / len(asked)
+            self.over += (most - gauss) / len(asked)
 
-        Lower limits are sought at these levels alone, each of which proves one; upper limits at all.
-        """
-        self._asked = self.measures[:probes]
-        self._unders, self._overs = {}, {}
-        self._sure = sorted({self._place(level) for level in levels})
-
-    def decided(self, bound: float) -> tuple[float, float]:
-        """The d of `dimension`, without limits, and the μ at which it is decided."""
-        found = (self.below - bound) / self.levels
-        place = int(np.argmax(found))
-        return float(found[place]), float(self.levels[place])
-
-    def width(self, level: float) -> tuple[float, float]:
-        """Of the bracket of M at a level, and half of Student's interval there."""
-        place = self._place(level)
-        return self._under(place) + self._over(place), float(self.chance[place])
+    def decided(self, bound: float) -> int:
+        """The place among the levels of the μ at which the dimension of a bound is decided."""
+        return int(np.argmax((self.below - bound) / self.levels))
 
     def dimension(self, bound: float) -> tuple[float, float, float]:
         """The d at which the sum beyond d falls to a bound, as a real number, with its limits."""
-        found = self._limits(lambda one, level: (one - bound) / level)
-        value, low, high = (min(max(one, 0.0), float(self._most)) for one in found)
+        value, low, high = (
+            min(max(float(((one - bound) / self.levels).max()), 0.0), float(self._most))
+            for one in self._limits()
+        )
         return value, low, high
 
     def beyond(self, dimension: float) -> tuple[float, float, float]:
         """The sum of eigenvalues beyond so many, with its limits."""
-        found = self._limits(lambda one, level: one - dimension * level)
-        value, low, high = (max(one, 0.0) for one in found)
+        value, low, high = (max(float((one - dimension * self.levels).max()), 0.0) for one in self._limits())
         return value, low, high
 
-    def _limits(self, figure: Callable[[Any, Any], Any]) -> tuple[float, float, float]:
-        """Of the largest over μ of a figure of M(μ) and μ, which rises with M."""
-        value = float(figure(self.below, self.levels).max())
-        if not self._asked:
-            ends = (figure(self.below + sign * self.chance, self.levels).max() for sign in (-1, 1))
-            low, high = (float(end) for end in ends)
-            return value, low, high
-        low = max(figure(self._lower(place), float(self.levels[place])) for place in self._sure)
-        return value, float(low), self._highest(figure)
-
-    def _highest(self, figure: Callable[[Any, Any], Any]) -> float:
-        """The largest of a figure over all levels when M is as large as it can be.
-
-        M is concave and rises from 0: between levels a and b it is below M(b) and below μ M(a) / a, and what
-        the figure can be there is known from the two ends. The interval where it can be most is halved.
-        """
-
-        def between(a: int, b: int) -> float:
-            kink = self.levels[a] * max(self._upper(b) / self._upper(a), 1.0)
-            return float(figure(self._upper(b), min(kink, self.levels[b])))
-
-        def at(place: int) -> float:
-            return float(figure(self._upper(place), float(self.levels[place])))
-
-        best = max(at(0), at(LEVELS - 1))
-        left = [(-between(0, LEVELS - 1), 0, LEVELS - 1)]
-        while left and -left[0][0] > best + TOLERANCE * abs(best):
-            _, a, b = heapq.heappop(left)
-            if b - a == 1:
-                continue
-            middle = (a + b) // 2
-            best = max(best, at(middle))
-            for one, other in ((a, middle), (middle, b)):
-                heapq.heappush(left, (-between(one, other), one, other))
-        return max(best, -left[0][0]) if left else best
-
-    def _place(self, level: float) -> int:
-        return min(int(np.searchsorted(self.levels, level)), LEVELS - 1)
-
-    def _upper(self, place: int) -> float:
-        """M at a level is no larger."""
-        level = float(self.levels[place])
-        found = float(self.below[place] + self.chance[place]) + self._over(place)
-        return max(min(found, self._total, self._most * level), 1e-300)
-
-    def _lower(self, place: int) -> float:
-        return float(self.below[place] - self.chance[place]) - self._under(place)
-
-    def _over(self, place: int) -> float:
-        """How far the mean over the probes can lie over the value of their rules."""
-        if place not in self._overs:
-            level = float(self.levels[place])
-            over = (one.most(level) - one.gauss(level) for one in self._asked)
-            self._overs[place] = sum(over) / len(self._asked)
-        return self._overs[place]
-
-    def _under(self, place: int) -> float:
-        """How far it can lie under it."""
-        if place not in self._unders:
-            level = float(self.levels[place])
-            under = (max(one.gauss(level) - one.least(level), 0.0) for one in self._asked)
-            self._unders[place] = sum(under) / len(self._asked)
-        return self._unders[place]
+    def _limits(self) -> tuple[Floats, Floats, Floats]:
+        """M, and what it is no smaller and no larger than."""
+        high = np.minimum(self.below + self.chance + self.over, self._most * self.levels)
+        return self.below, self.below - self.chance - self.under, np.minimum(high, self._total)
 
     def _lines(self) -> tuple[Floats, Floats]:
         """Slope and constant (times μ) of the line nearest to min(λ, μ) over the measured spectrum."""
-        nodes, weights = (
-            np.concatenate([getattr(one, name) for one in self.measures]) for name in ("nodes", "weights")
-        )
+        nodes, weights = (np.concatenate(of) for of in zip(*(one.rule for one in self.measures), strict=True))
         order = np.argsort(nodes)
         nodes, weights = nodes[order], weights[order]
         sums = [np.concatenate([[0.0], np.cumsum(weights * nodes**power)]) for power in range(3)]
@@ -333,12 +249,9 @@ class Sums:
         """z' (min(G, μ) less the line) z, [probes, levels]."""
         rows = []
         for one in self.measures:
-            nodes, weights = one.nodes, one.weights
-            zeroth = np.concatenate([[0.0], np.cumsum(weights)])
-            first = np.concatenate([[0.0], np.cumsum(weights * nodes)])
-            place = np.searchsorted(nodes, self.levels, side="right")
-            least = first[place] + self.levels * (zeroth[-1] - zeroth[place])
-            rows.append(least - self._slope * first[-1] - self._constant * self.levels * zeroth[-1])
+            nodes, weights = one.rule
+            line = self._slope * float(weights @ nodes) + self._constant * self.levels * float(weights.sum())
+            rows.append(_integrals(nodes, weights, self.levels) - line)
         return np.array(rows)
 
     def _of_known(self, levels: Floats) -> Floats:
@@ -346,6 +259,15 @@ class Sums:
         place = np.searchsorted(self.known, levels, side="right")
         result: Floats = sums[place] + levels * (len(self.known) - place)
         return result
+
+
+def _integrals(nodes: Floats, weights: Floats, levels: Floats) -> Floats:
+    """∫ min(λ, μ) by a rule, at levels μ."""
+    zeroth = np.concatenate([[0.0], np.cumsum(weights)])
+    first = np.concatenate([[0.0], np.cumsum(weights * nodes)])
+    place = np.searchsorted(nodes, levels, side="right")
+    result: Floats = first[place] + levels * (zeroth[-1] - zeroth[place])
+    return result
 
 
 def _rule(alpha: Floats, beta: Floats) -> tuple[Floats, Floats, Floats]:
