@@ -47,10 +47,10 @@ NEXT = (
 
 def demo(options: Demo) -> Path:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from fullrank import results
     from fullrank.cli import outcome
+    from fullrank.cli.progress import Bar
     from fullrank.studies import ladder
 
     console = Console()
@@ -65,12 +65,8 @@ def demo(options: Demo) -> Path:
         heads=options.heads,
     )
     results.check_writable(options.out)
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=1.0)
-        record = ladder.run(
-            config, lambda label, share: progress.update(task, description=label, completed=share)
-        )
+    with Bar(console) as bar:
+        record = ladder.run(config, lambda label, share: bar.update(f"rungs: {label}", share))
     made = results.provenance(seed=options.seed, device="cpu")
     outcome.write(record, made, options.out)
     console.print(table(record))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from fullrank.cli.progress import device_name, device_of
+from fullrank.cli.progress import Bar, device_name, device_of
 from fullrank.errors import FullrankError
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ CACHE = {"weight": "weight", "theta": "theta", "window": "window"}
 
 def evaluate(options: Eval) -> Path:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from fullrank import results
     from fullrank.cli import eval_model
@@ -118,19 +117,13 @@ def evaluate(options: Eval) -> Path:
                 f"the run has no split {options.split!r}: expected one of {', '.join(run.corpus.splits)}"
             )
     results.check_writable(out)
-    columns = (TextColumn("{task.description:<36}", markup=False), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=1.0)
-
-        def told(label: str, share: float) -> None:
-            progress.update(task, description=label, completed=share)
-
+    with Bar(console) as bar:
         if options.tasks:
-            record = eval_model.measure_tasks(options, device, told)
+            record = eval_model.measure_tasks(options, device, bar.update)
         elif run is None:
-            record = eval_model.measure(options, cache, device, told)
+            record = eval_model.measure(options, cache, device, bar.update)
         else:
-            record = measure(options, run, dynamic, cache, device, told)
+            record = measure(options, run, dynamic, cache, device, bar.update)
     made = results.provenance(seed=0 if run is None else run.config.seed, device=device_name(device))
     results.save(record, out / "results.json", made)
     if record.tasks:

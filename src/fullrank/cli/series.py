@@ -48,28 +48,22 @@ class Series:
 
 def series(options: Series) -> Path:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from fullrank import results
     from fullrank.cli import outcome, run_table
+    from fullrank.cli.progress import Bar
     from fullrank.diagnose.series import runs
     from fullrank.diagnose.series import series as analysis
 
     console = Console()
     results.check_writable(options.out)
-    columns = (TextColumn("{task.description:<36}", markup=False), BarColumn(), TimeRemainingColumn())
     of_runs = runs.are_runs(options.sources)
     if of_runs:
         _refuse(options)
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("reading", total=1.0)
-
-        def update(label: str, share: float) -> None:
-            progress.update(task, description=label, completed=share)
-
+    with Bar(console) as bar:
         record: Record | Training | Trainings
         if of_runs:
-            record = runs.trainings(options.sources, progress=update, seed=options.seed)
+            record = runs.trainings(options.sources, progress=bar.update, seed=options.seed)
         else:
             record = analysis.run(
                 options.sources,
@@ -79,7 +73,7 @@ def series(options: Series) -> Path:
                 tokens_per_step=options.tokens_per_step,
                 fit_from=options.fit_from,
                 web_text=options.web_text,
-                progress=update,
+                progress=bar.update,
                 seed=options.seed,
             )
     made = results.provenance(seed=options.seed, device="cpu")

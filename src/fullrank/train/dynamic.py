@@ -138,13 +138,15 @@ def evaluate_dynamic(
     )
     judged = 0.3
     if tuned_on is not None:
-        judged, tried = 0.7, itertools.count(1)
+        judged, tried = 0.7, itertools.count()
         first = limited(tuned_on.tokens, min(TUNED, limit or TUNED))
 
         def loss(of: Dynamic) -> float:
-            found = dynamic_losses(model, first, statistics, eos=eos, settings=of, device=device)
-            if progress is not None:
-                progress(min(judged, 0.3 + 0.04 * next(tried)))
+            begun = 0.3 + 0.04 * next(tried)
+            told = part(*(min(judged, share) for share in (begun, begun + 0.04)))
+            found = dynamic_losses(
+                model, first, statistics, eos=eos, settings=of, device=device, progress=told
+            )
             return float(found.mean(dtype=np.float64))
 
         settings = tune_dynamic(settings, loss)
