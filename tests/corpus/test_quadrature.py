@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import scipy.optimize
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +38,23 @@ def test_bracket_holds_the_integral(seed: int, steps: int, level: float) -> None
     # And it is no trivial one: nine steps of forty points know the integral to a few percent.
     if steps == 9:
         assert high - low < 0.05 * values[-1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 4), st.floats(0.1, 0.9))
+def test_ends_hold_the_extremes_of_a_linear_program(seed: int, steps: int, level: float) -> None:
+    generator = np.random.default_rng(seed)
+    values, weights = np.sort(generator.random(40)), generator.random(40) + 0.01
+    weights /= weights.sum()
+    low, high = (float(end[0]) for end in Measure(*lanczos(values, weights, steps)).ends(np.array([level])))
+    # Measures on a fine grid with the same first 2m moments, by polynomials that keep their digits.
+    grid = np.linspace(0, 1, 1001)
+    known, moments = (np.polynomial.chebyshev.chebvander(2 * x - 1, 2 * steps).T for x in (values, grid))
+    wanted, height = known @ weights, np.minimum(grid, level)
+    near = {"A_ub": np.vstack([moments, -moments]), "b_ub": np.concatenate([wanted, -wanted]) + 1e-7}
+    least, most = (sign * scipy.optimize.linprog(sign * height, **near).fun for sign in (1, -1))
+    assert low <= least + 1e-5
+    assert high >= most - 1e-5
 
 
 def test_bracket_is_attained() -> None:

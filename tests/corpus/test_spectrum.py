@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.corpus_limits import EFFORTS, LEAST, made_up, misses
 from fullrank.corpus.counts import Counts
 from fullrank.corpus.curve import SHARES, Effort, Spectrum
 from fullrank.corpus.gram import Gram
 from fullrank.corpus.spectrum import grid_of, spectrum
 from fullrank.corpus.table import CONSTRUCTIONS, table
 from fullrank.errors import FullrankError
-
-LEAST = 2
 
 
 def counts_of(rows: list[dict[int, int]], vocabulary: int) -> Counts:
@@ -140,47 +139,13 @@ def test_dimensions_by_hand() -> None:
     assert found.norm == 2.0
 
 
-def zipf(V: int, seed: int, contexts: int = 12_000) -> Counts:
-    """Contexts with heavy-tailed counts, each with a favourite token and a share of the unigram."""
-    generator = np.random.default_rng(seed)
-    share = np.cumsum(1 / np.arange(1, V + 1))
-    totals = np.minimum((1 - generator.random(contexts)) ** (-1 / 1.2), 3000).astype(int)
-    row = np.repeat(np.arange(contexts), totals)
-    drawn = [np.searchsorted(share, generator.random(size) * share[-1]) for size in (len(row), contexts)]
-    token = np.where(generator.random(len(row)) < 0.5, drawn[1][row], drawn[0])
-    key, count = np.unique(row * V + token, return_counts=True)
-    widths = np.bincount(key // V, minlength=contexts)
-    return Counts(
-        indptr=np.concatenate([[0], np.cumsum(widths)]).astype(np.int64),
-        next=(key % V).astype(np.int32),
-        count=count.astype(np.int64),
-        vocabulary=V,
-        tokens=len(row),
-    )
-
-
-def misses(found: Spectrum, exact: Spectrum) -> tuple[int, int]:
-    """How many figures lie outside their limits, of how many."""
-    outside = number = 0
-    for kind in ("dimensions", "beyond_first"):
-        for name, one in getattr(found, kind).items():
-            number += 1
-            outside += not one.low <= getattr(exact, kind)[name].value <= one.high
-    for low, value, high in zip(
-        found.relative_error_low, exact.relative_error, found.relative_error_high, strict=True
-    ):
-        number += 1
-        outside += not low * (1 - 1e-5) - 1e-7 <= value <= high * (1 + 1e-5) + 1e-7
-    return outside, number
-
-
-QUICK = Effort(leading=32, batches=1, steps=(32, 48), most_exact=0)
+QUICK = EFFORTS["little"]
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_limits_hold_the_exact_figures(construction: str) -> None:
     """For one seed; many are below."""
-    made = table(zipf(400, 1, contexts=2500), construction, least=LEAST)
+    made = table(made_up(400, 1, contexts=2500), construction, least=LEAST)
     exact = spectrum(made)
     assert exact.method == "exact"
     found = spectrum(made, effort=QUICK)
@@ -200,19 +165,18 @@ def test_limits_hold_the_exact_figures(construction: str) -> None:
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_limits_hold_where_few_steps_know_little(construction: str) -> None:
     """The limit of a dimension is not decided where its estimate is: there brackets can be narrow."""
-    made = table(zipf(400, 1, contexts=2500), construction, least=LEAST)
+    made = table(made_up(400, 1, contexts=2500), construction, least=LEAST)
     exact = spectrum(made)
-    few = Effort(leading=16, batches=1, steps=(12,), most_exact=0)
     for seed in range(3):
-        assert misses(spectrum(made, seed=seed, effort=few), exact)[0] == 0
+        assert misses(spectrum(made, seed=seed, effort=EFFORTS["least"]), exact)[0] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_limits_hold_for_many_seeds(construction: str) -> None:
     outside = number = 0
-    for corpus in range(2):
-        made = table(zipf(2000, corpus), construction, least=LEAST)
+    for number in range(2):
+        made = table(made_up(2000, number), construction, least=LEAST)
         exact = spectrum(made)
         for seed in range(20):
             missed, of = misses(spectrum(made, seed=seed, effort=QUICK), exact)
@@ -223,7 +187,7 @@ def test_limits_hold_for_many_seeds(construction: str) -> None:
 
 @pytest.mark.slow(reason="three seconds; that limits hold, and are no wider than a tenth, is above")
 def test_more_probes_and_steps_narrow_the_limits() -> None:
-    made = table(zipf(700, 2, contexts=4000), "weighted")
+    made = table(made_up(700, 2, contexts=4000), "weighted")
     quick = spectrum(made, effort=Effort(leading=16, batches=1, steps=(12,), most_exact=0))
     careful = spectrum(made, effort=Effort(leading=64, batches=4, steps=(32, 64, 128), most_exact=0))
     for name in SHARES:
@@ -235,7 +199,7 @@ def test_more_probes_and_steps_narrow_the_limits() -> None:
 
 
 def test_memory_decides_the_method() -> None:
-    made = table(zipf(700, 3, contexts=4000), "probability")
+    made = table(made_up(700, 3, contexts=4000), "probability")
     needed = 8 * Gram(made).size ** 2
     assert spectrum(made, memory_bytes=4 * needed).method == "exact"
     assert spectrum(made, memory_bytes=int(0.9 * needed), effort=QUICK).method == "lanczos"
@@ -244,7 +208,7 @@ def test_memory_decides_the_method() -> None:
 
 
 def test_same_seed_same_figures_and_progress_rises() -> None:
-    made = table(zipf(400, 4, contexts=2500), "probability")
+    made = table(made_up(400, 4, contexts=2500), "probability")
     told: list[tuple[str, float]] = []
     found = [
         spectrum(made, seed=7, effort=QUICK, progress=lambda stage, share: told.append((stage, share)))

@@ -220,11 +220,13 @@ def launched(text: Path, out: Path, *arguments: str, launcher: str = "torchrun")
 
 
 def until_step(run: Path, step: int, parent: subprocess.Popen[bytes], *, starts: int = 1) -> None:
+    """Of the last of so many starts: a log keeps the lines of those before."""
     for _ in range(20 * 120):
         assert parent.poll() is None, run.with_suffix(".err").read_text()
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            reached = any(line["step"] >= step for line in lines(run, "train"))
-            if reached and len(lines(run, "start")) == starts:
+            own = lines(run, "start", "train")
+            begun = [place for place, line in enumerate(own) if line["event"] == "start"]
+            if len(begun) == starts and any(line["step"] >= step for line in own[begun[-1] + 1 :]):
                 return
         time.sleep(0.05)
     raise AssertionError("no progress")
