@@ -14,7 +14,7 @@ import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import tyro
@@ -28,7 +28,8 @@ from fullrank.corpus.spectrum import spectrum
 from fullrank.corpus.table import CONSTRUCTIONS, table
 from fullrank.results import provenance, write_whole
 
-EFFORTS = {
+Name = Literal["defaults", "little", "least"]
+EFFORTS: dict[Name, Effort] = {
     "defaults": Effort(most_exact=0),
     "little": Effort(leading=32, batches=1, steps=(32, 48), most_exact=0),
     "least": Effort(leading=16, batches=1, steps=(12,), most_exact=0),
@@ -47,8 +48,24 @@ class Config:
     """So many of them."""
     seeds: int = 20
     """Spectra of each table, with other probes."""
+    efforts: tuple[Name, ...] = get_args(Name)
+    """Steps and probes of a spectrum."""
     out: Path = Path("results/corpus_limits.json")
     """Where the figures go."""
+
+
+def counted(contexts: np.ndarray, tokens: np.ndarray, V: int) -> Counts:
+    """Counts of (context, token) pairs, contexts renumbered."""
+    seen, row = np.unique(contexts, return_inverse=True)
+    key, count = np.unique(row * V + tokens, return_counts=True)
+    widths = np.bincount(key // V, minlength=len(seen))
+    return Counts(
+        indptr=np.concatenate([[0], np.cumsum(widths)]).astype(np.int64),
+        next=(key % V).astype(np.int32),
+        count=count.astype(np.int64),
+        vocabulary=V,
+        tokens=len(tokens),
+    )
 
 
 def made_up(V: int, seed: int, contexts: int = 12_000) -> Counts:
@@ -58,16 +75,7 @@ def made_up(V: int, seed: int, contexts: int = 12_000) -> Counts:
     totals = np.minimum((1 - generator.random(contexts)) ** (-1 / 1.2), 3000).astype(int)
     row = np.repeat(np.arange(contexts), totals)
     drawn = [np.searchsorted(share, generator.random(size) * share[-1]) for size in (len(row), contexts)]
-    token = np.where(generator.random(len(row)) < 0.5, drawn[1][row], drawn[0])
-    key, count = np.unique(row * V + token, return_counts=True)
-    widths = np.bincount(key // V, minlength=contexts)
-    return Counts(
-        indptr=np.concatenate([[0], np.cumsum(widths)]).astype(np.int64),
-        next=(key % V).astype(np.int32),
-        count=count.astype(np.int64),
-        vocabulary=V,
-        tokens=len(row),
-    )
+    return counted(row, np.where(generator.random(len(row)) < 0.5, drawn[1][row], drawn[0]), V)
 
 
 def misses(found: Spectrum, exact: Spectrum) -> tuple[int, int]:
@@ -87,14 +95,16 @@ def misses(found: Spectrum, exact: Spectrum) -> tuple[int, int]:
 
 def measured(config: Config, construction: str) -> dict[str, dict[str, Any]]:
     """By effort: figures and spectra outside, and how wide the limits of the dimensions are."""
-    counts: dict[str, list[tuple[int, int]]] = {name: [] for name in EFFORTS}
-    widths: dict[str, dict[str, list[float]]] = {name: {share: [] for share in SHARES} for name in EFFORTS}
+    counts: dict[str, list[tuple[int, int]]] = {name: [] for name in config.efforts}
+    widths: dict[str, dict[str, list[float]]] = {
+        name: {share: [] for share in SHARES} for name in config.efforts
+    }
     for number in range(config.corpora):
         made = table(made_up(config.vocabulary, number), construction, least=LEAST)
         exact = spectrum(made)
-        for name, effort in EFFORTS.items():
+        for name in config.efforts:
             for seed in range(config.seeds):
-                found = spectrum(made, seed=seed, effort=effort)
+                found = spectrum(made, seed=seed, effort=EFFORTS[name])
                 counts[name].append(misses(found, exact))
                 for share, one in found.dimensions.items():
                     widths[name][share].append((one.high - one.low) / max(one.value, 1))
@@ -130,7 +140,7 @@ def main(config: Config) -> None:
         "benchmark": "corpus_limits",
         "made": dataclasses.asdict(provenance(seed=0, device="cpu")),
         "settings": {"vocabulary": config.vocabulary, "corpora": config.corpora, "seeds": config.seeds},
-        "efforts": {name: dataclasses.asdict(effort) for name, effort in EFFORTS.items()},
+        "efforts": {name: dataclasses.asdict(EFFORTS[name]) for name in config.efforts},
         "tables": found,
     }
     write_whole(config.out, json.dumps(document, indent=1) + "\n")

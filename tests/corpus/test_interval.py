@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.corpus_limits import counted
 from fullrank.corpus.counts import BlockCounts, Counts
 from fullrank.corpus.curve import Dimension, Spectrum
 from fullrank.corpus.interval import from_parts, jackknife
@@ -74,17 +75,8 @@ def drawn(seed: int, blocks: int, contexts: int) -> tuple[Counts, BlockCounts]:
     token = (row + generator.integers(0, 4, len(row)) * generator.integers(0, 8, len(row))) % V
     entry, count = np.unique((row * V + token) * blocks + block, return_counts=True)
     key = np.unique(entry // blocks)
-    rows = key // V
-    present = np.unique(rows)
-    counts = Counts(
-        indptr=np.concatenate([[0], np.cumsum(np.bincount(rows)[present])]).astype(np.int64),
-        next=(key % V).astype(np.int32),
-        count=np.bincount(np.searchsorted(key, entry // blocks), weights=count).astype(np.int64),
-        vocabulary=V,
-        tokens=len(row),
-    )
     start = np.searchsorted(entry // blocks, np.append(key, key[-1] + 1)).astype(np.int64)
-    return counts, BlockCounts(
+    return counted(row, token, V), BlockCounts(
         start=start, block=(entry % blocks).astype(np.int32), count=count.astype(np.int64), blocks=blocks
     )
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.corpus_limits import EFFORTS, LEAST, made_up, misses
+from benchmarks.corpus_limits import EFFORTS, LEAST, Config, made_up, measured, misses
 from fullrank.corpus.counts import Counts
 from fullrank.corpus.curve import SHARES, Effort, Spectrum
 from fullrank.corpus.gram import Gram
@@ -174,15 +174,9 @@ def test_limits_hold_where_few_steps_know_little(construction: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_limits_hold_for_many_seeds(construction: str) -> None:
-    outside = number = 0
-    for number in range(2):
-        made = table(made_up(2000, number), construction, least=LEAST)
-        exact = spectrum(made)
-        for seed in range(20):
-            missed, of = misses(spectrum(made, seed=seed, effort=QUICK), exact)
-            outside, number = outside + missed, number + of
+    found = measured(Config(efforts=("little",)), construction)["little"]
     # They are limits of 99.9%, and the figures of one spectrum hang together.
-    assert outside <= 0.004 * number
+    assert found["figures_outside"] <= 0.004 * found["figures"]
 
 
 @pytest.mark.slow(reason="three seconds; that limits hold, and are no wider than a tenth, is above")

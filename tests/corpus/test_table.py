@@ -7,25 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.corpus_limits import counted
 from fullrank.corpus import table as tables
 from fullrank.corpus.counts import BlockCounts, Counts
 from fullrank.corpus.gram import Gram
 from fullrank.corpus.table import CONSTRUCTIONS, Folded, Left, Table, prior_strength, spans, table
 from fullrank.errors import FullrankError
-
-
-def counted(contexts: np.ndarray, tokens: np.ndarray, V: int) -> Counts:
-    """Counts of (context, token) pairs, contexts renumbered."""
-    _, row = np.unique(contexts, return_inverse=True)
-    key, count = np.unique(row * V + tokens, return_counts=True)
-    widths = np.bincount(key // V) if len(key) else np.zeros(0, dtype=int)
-    return Counts(
-        indptr=np.concatenate([[0], np.cumsum(widths)]).astype(np.int64),
-        next=(key % V).astype(np.int32),
-        count=count.astype(np.int64),
-        vocabulary=V,
-        tokens=len(tokens),
-    )
 
 
 def pairs(seed: int, size: int = 300, V: int = 12) -> tuple[np.ndarray, np.ndarray]:

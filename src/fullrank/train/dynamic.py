@@ -143,7 +143,7 @@ def evaluate_dynamic(
 
         def loss(of: Dynamic) -> float:
             begun = 0.3 + 0.04 * next(tried)
-            told = part(*(min(judged, share) for share in (begun, begun + 0.04)))
+            told = part(min(judged, begun), min(judged, begun + 0.04))
             found = dynamic_losses(
                 model, first, statistics, eos=eos, settings=of, device=device, progress=told
             )
