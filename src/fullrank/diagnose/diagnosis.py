@@ -27,6 +27,7 @@ from fullrank.fit import states as states_of
 from fullrank.models import anatomy, checks
 from fullrank.models.head_anatomy import has_own_head
 from fullrank.models.loading import Loaded, from_objects, load
+from fullrank.models.randomness import restored_randomness, seed_generators
 from fullrank.results.diagnosis import BY_NAME, QUESTIONS, Diagnosis, TextFacts
 
 
@@ -185,10 +186,10 @@ def _modes_kept(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _caller_undisturbed(device: torch.device) -> Iterator[None]:
-    """Random numbers go on as they were; and kernels start on the device of what they are given."""
+    """Restore the random states at the end, and start kernels on the device of their inputs."""
     on_gpu = device.type == "cuda"
     with (
-        torch.random.fork_rng(devices=[device] if on_gpu else []),
+        restored_randomness(device),
         torch.cuda.device(device) if on_gpu else contextlib.nullcontext(),
     ):
         yield
@@ -232,7 +233,7 @@ def answer(
             progress(f"{name}: {label}" if label else name, share)
 
         # An answer is the same whatever was asked, or drawn by the caller, before it.
-        torch.manual_seed(answers.settings.seed)
+        seed_generators(answers.settings.seed, answers.output.weight.device)
         try:
             progress(name, 0.0)
             answers.check_memory(name)

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from fullrank.fit import captured, checkpoints
 from fullrank.fit.optimiser import set_rate
+from fullrank.models.randomness import restored_randomness, seed_generators
 
 WARM_UP = 5
 """Steps."""
@@ -145,7 +146,7 @@ def fit(
         progress(min(1.0, done / planned))
         return run
 
-    with own_randomness(device), fast_products(device):
+    with restored_randomness(device), fast_products(device):
         waiting = list(plan.rates)
         raced: dict[float, float] = {}
         best: Run | None = None
@@ -176,14 +177,6 @@ def fit(
         place.unlink(missing_ok=True)
     progress(1.0)
     return best.found()
-
-
-@contextmanager
-def own_randomness(device: torch.device) -> Iterator[None]:
-    """Whatever is seeded inside, the caller's random numbers go on as they would have."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 @contextmanager
@@ -274,7 +267,7 @@ class Run:
         count = 0
         for number in range(first, until):
             # Nothing but dropout draws from this.
-            _seed((1_000_003 * self.seed + self.steps) % (1 << 63))
+            seed_generators((1_000_003 * self.seed + self.steps) % (1 << 63), self.learner.device)
             set_rate(self.optimiser, self._pace())
             self.update(order[number * self.size : (number + 1) * self.size])
             self.steps += 1
@@ -347,11 +340,3 @@ class Run:
 def _number(loss: float) -> float:
     """A loss that is no number is worse than any."""
     return math.inf if math.isnan(loss) else loss
-
-
-def _seed(seed: int) -> None:
-    """As `torch.manual_seed`, which without a GPU writes down the stack for three kinds of device that may
-    come later: half a millisecond a step."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)

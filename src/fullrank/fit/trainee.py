@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.fit import captured
-from fullrank.fit.loop import own_randomness
 from fullrank.fit.sampling import Sampled
 from fullrank.fit.setting import Setting
 from fullrank.fit.states import Part
@@ -42,6 +41,7 @@ from fullrank.fit.teacher import Taught
 from fullrank.heads import CacheHead, Head
 from fullrank.heads.alignment import alignment_loss
 from fullrank.heads.rows import RowHead
+from fullrank.models.randomness import restored_randomness, seed_generators
 from fullrank.ops import IDENTITY, Mixture, divergence, mixture_log_probs, mixture_nll
 from fullrank.ops.distil import reference
 
@@ -102,8 +102,8 @@ class Trainee(nn.Module):
         if self.is_rows and setting.matrix and not own:
             self.map = nn.Parameter(weight.new_zeros(head.width, head.width))
             self.shift = None if bias is None else nn.Parameter(weight.new_zeros(head.width))
-        with own_randomness(weight.device):
-            torch.manual_seed(seed)
+        with restored_randomness(weight.device):
+            seed_generators(seed, weight.device)
             self.head.redraw(setting.scales[0])
 
     @property

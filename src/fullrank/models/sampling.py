@@ -23,6 +23,7 @@ import torch
 from fullrank.errors import FullrankError
 from fullrank.models.anatomy import longest
 from fullrank.models.loading import Loaded, quiet
+from fullrank.models.randomness import restored_randomness, seed_generators
 
 
 def sample(
@@ -107,9 +108,8 @@ def continue_each(
     }
     context, ends = longest(model), _ends(model)
     texts = [_Text(list(prompt), tokens) for prompt in prompts]
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), quiet():
-        torch.manual_seed(seed)
+    with restored_randomness(model.device), torch.no_grad(), quiet():
+        seed_generators(seed, model.device)
         while going := [one for one in texts if one.left]:
             for one in going:
                 one.move(context)
