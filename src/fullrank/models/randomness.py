@@ -1,7 +1,7 @@
 """Random states: what a computation seeds, and what its caller gets back.
 
-A computation on a GPU seeds the generators of the CPU and of every GPU, since a model may be spread over several.
-So every GPU's state is saved and restored. A computation on the CPU leaves all GPUs alone.
+A computation on a GPU seeds the generators of the CPU and of every GPU, since a model may be spread over
+several. So the states of all GPUs are saved and restored. A computation on the CPU leaves the GPUs alone.
 """
 
 from __future__ import annotations
