@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,6 +250,20 @@ def test_auto_says_when_no_head_is_worth_it(
     monkeypatch.setattr(fit, "worth_it", lambda record: True)
     out = upgraded("--head", "auto", "--train", str(text), *SMALL, out=out.parent / "other")
     assert "model.safetensors" in left(out)
+
+
+def test_auto_trains_a_whole_model_with_the_options_that_the_best_head_has(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "candidates", lambda: ("mos", "sigsoftmax"))
+    monkeypatch.setattr(fit, "fit", lambda *_, **__: ("sigsoftmax", SimpleNamespace(candidates=())))
+    settings = fit.Settings(tokens=512, window=64, epochs=1, seeds=1, rates=(0.1,))
+    record = run.run(
+        load(model), "auto", options={"components": 2}, train=[text], unfreeze=True, settings=settings,
+        cache=tmp_path / "states",
+    ).record  # fmt: skip
+    assert record.head == "sigsoftmax"
+    assert "sigsoftmax has no option components: it was trained without." in record.notes
 
 
 # Three seconds for one more family of heads: auto itself is tested above.

@@ -142,8 +142,10 @@ def run(
                 teacher=teaches,
                 progress=progress,
             )
-        # A body is trained with a head that is as it came: its controls are.
-        model = models[head] if text is None or not unfreeze else upgrade(loaded, head, **options)
+        # A whole model is trained from an untrained head, as its controls are.
+        model = models[head]
+        if text is not None and unfreeze:
+            model = upgrade(loaded, head, **_accepted(head, options))
         del models
         if text is None or unfreeze:
             trained = whole.fit_whole(
@@ -158,6 +160,8 @@ def run(
             f"The cache was trained on its likelihood and, with weight {settings.align:g}, on HistAlign's "
             "ranking loss; the losses above are likelihoods alone.",
         )
+    if asked == "auto" and (unused := sorted(set(options) - set(_accepted(head, options)))):
+        notes = (*notes, f"{head} has no option {', '.join(unused)}: it was trained without.")
     return _trained(asked, model, notes, facts, kept[head], found, directory)
 
 
@@ -315,14 +319,18 @@ def _candidates(loaded: Loaded, options: dict[str, Any]) -> tuple[dict[str, Any]
             f"no head that --head auto tries has an option {', '.join(unknown)}: leave it out, or name a head"
         )
     for name in accepted:
-        given = {option: value for option, value in options.items() if option in accepted[name]}
         try:
-            models[name] = upgrade(loaded, name, **given)
+            models[name] = upgrade(loaded, name, **_accepted(name, options))
         except FullrankError as error:
             refused[name] = str(error)
     if not models:
         raise FullrankError(f"no head could be tried: {next(iter(refused.values()))}")
     return models, refused
+
+
+def _accepted(head: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a head has."""
+    return {name: value for name, value in options.items() if name in HEADS[head].options()}
 
 
 def _facts(loaded: Loaded) -> UpgradedModel:
