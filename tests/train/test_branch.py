@@ -106,6 +106,38 @@ def test_another_head_begins_with_the_same_distribution(place: Path, head: str, 
     assert any("contexts" in name for name in begun.groups["model"])
 
 
+def test_an_untied_head_begins_with_the_embedding_as_its_matrix(
+    place: Path, started: Callable[..., Path]
+) -> None:
+    """The same distribution at first, and the optimiser of all others; then the two part."""
+    from fullrank.train.model import build
+
+    parent = branch.parent_of(str(place / "parent@4"))
+    corpus = folder.corpus_of(place / "parent")
+    untied = ["head.tie=false", "body.embedding=4"]
+    config = override(parent.config, untied)
+    begun = branch.begun(parent, config, corpus.vocabulary.size, corpus.digest)
+    before, after = (build(one, corpus.vocabulary.size).eval() for one in (parent.config, config))
+    folder.restore(before, parent.stored.groups["model"], parent.path)
+    folder.restore(after, begun.groups["model"], parent.path)
+    ids = torch.from_numpy(corpus.splits["test"].tokens[:40].astype("int64"))[None]
+    with torch.no_grad():
+        torch.testing.assert_close(after(ids).logits, before(ids).logits, rtol=0, atol=0)
+    assert begun.groups["optimiser"].keys() == parent.stored.groups["optimiser"].keys()
+    trained = weights(started("parent@4", *sets(*untied)), 8)
+    assert not torch.equal(trained["lm_head.decoder.weight"], trained["model.embedding.weight"])
+
+
+def test_a_trained_matrix_is_not_tied_away(place: Path, started: Callable[..., Path]) -> None:
+    child = started("parent@4", *sets("head.tie=false", "body.embedding=4"))
+    parent = branch.parent_of(str(child))
+    corpus = folder.corpus_of(child)
+    with pytest.raises(FullrankError, match=r"leave head\.tie=false"):
+        branch.begun(
+            parent, override(parent.config, ["head.tie=true"]), corpus.vocabulary.size, corpus.digest
+        )
+
+
 def test_from_a_snapshot_the_rate_rises_once_more(started: Callable[..., Path]) -> None:
     """There is no optimiser to take over, and Adam's first steps are as long as the rate."""
 
@@ -155,6 +187,7 @@ def test_other_data_are_read_from_their_beginning(place: Path, started: Callable
         (["--from", "{parent}", "awd-lstm"], "both a recipe and --from were given"),
         ([], "no recipe was given: expected one of"),
         (["--from", "{parent}", "--set", "body.hidden=12"], "must have its body"),
+        (["--from", "{parent}", "--set", "head.tie=false"], "add --set body.embedding=4"),
         (["--from", "{parent}", "--set", "seed=1", "--head", "moos"], "moos"),
     ],
 )

@@ -4,8 +4,10 @@ The same model goes on with the weights, optimiser, average and place in the dat
 whatever rate, schedule or horizon it is given. A snapshot and the best model have no optimiser, and from them
 the rate rises once more: Adam's first steps are as long as the rate whatever the gradient. Under another head
 the body and W go on, and the head starts as the one before where it can: a mixture whose components are all
-equal is the plain head with that W. What the new head owns beyond is drawn as in a fresh run. On other data a
-run begins at their beginning, and so it does from the best model, which keeps no place.
+equal is the plain head with that W. What the new head owns beyond is drawn as in a fresh run. Under
+head.tie=false a W that was tied starts as a copy of the embedding. The opposite is refused, since a trained W
+would be lost. On other data a run begins at their beginning, and so it does from the best model, which keeps
+no place.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from torch import Tensor
 from fullrank.errors import FullrankError
 from fullrank.fit.budget import Watch
 from fullrank.heads.registry import find as find_head
+from fullrank.models import FullrankForCausalLM
 from fullrank.train import checkpoint, folder
 from fullrank.train.config import Config
 from fullrank.train.model import build
 from fullrank.train.state import State
 from fullrank.train.weights import stored_buffers
+
+WEIGHT = "lm_head.decoder.weight"
+"""The parameter W of a head that is not tied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +64,7 @@ def begun(parent: Parent, config: Config, vocabulary: int, data: str) -> checkpo
     fresh = build(config, vocabulary)
     named = {**dict(fresh.named_parameters()), **stored_buffers(fresh)}
     own: dict[str, Tensor] = {name: tensor.detach() for name, tensor in named.items()}
-    groups = parent.stored.groups
+    groups = _groups(parent, config, fresh)
     # The best weights have nothing of how a run goes on.
     known = {field.name for field in fields(State)}
     state = {name: value for name, value in parent.stored.state.items() if name in known}
@@ -93,6 +99,32 @@ def begun(parent: Parent, config: Config, vocabulary: int, data: str) -> checkpo
     )  # fmt: skip
 
 
+def _groups(parent: Parent, config: Config, fresh: FullrankForCausalLM) -> dict[str, dict[str, Tensor]]:
+    """The parent's tensors, where W and the embedding are one tensor or two as `config` has them."""
+    groups = parent.stored.groups
+    if parent.config.head.tie == config.head.tie:
+        return groups
+    if config.head.tie:
+        raise FullrankError(
+            f"head.tie=true would replace the W that {parent.path} trained by its embedding: leave "
+            "head.tie=false"
+        )
+    embedding = fresh.get_input_embeddings().weight
+    name = next(name for name, parameter in fresh.named_parameters() if parameter is embedding)
+    if name not in groups["model"]:
+        return groups
+    width, trained = embedding.shape[1], groups["model"][name].shape[1]
+    if width != trained and not config.body.embedding:
+        raise FullrankError(
+            f"the embedding is {width} wide under head.tie=false, and {parent.path} has one of {trained}: "
+            f"add --set body.embedding={trained}"
+        )
+    return {
+        group: {**tensors, WEIGHT: tensors[name].clone()} if group in ("model", "live") else tensors
+        for group, tensors in groups.items()
+    }
+
+
 def _with_another_head(
     parent: Parent, live: dict[str, Tensor], own: dict[str, Tensor], head: str
 ) -> dict[str, Tensor]:
@@ -100,7 +132,7 @@ def _with_another_head(
     lacking = sorted(
         name
         for name, tensor in own.items()
-        if (name.startswith("model.") or name == "lm_head.decoder.weight")
+        if (name.startswith("model.") or name == WEIGHT)
         and (name not in live or live[name].shape != tensor.shape)
     )
     if lacking:
