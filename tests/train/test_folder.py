@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,9 +167,6 @@ def test_a_run_and_its_checkpoints_are_directories_of_transformers(trained: Path
         assert AutoTokenizer.from_pretrained(place)(text)["input_ids"] == [
             run.corpus.vocabulary.eos, *run.corpus.vocabulary.encode(text, end=False)
         ]  # fmt: skip
-    best = checkpoint.found(trained / "checkpoints", "best")[-1]
-    for name in ("model.safetensors", "fullrank_import.py"):
-        assert (trained / name).samefile(best / name)
     # A line's end is no end of a text.
     assert model.generation_config.eos_token_id is None
     assert model.generate(max_new_tokens=20).shape == (1, 21)
@@ -186,6 +186,69 @@ def test_what_a_kill_before_publishing_left_is_made_good(trained: Path, tmp_path
     for name in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
         assert (again / name).read_bytes() == (trained / name).read_bytes()
     assert not list(again.glob(".published*"))
+
+
+def copied_run(trained: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A run directory that may be spoiled, and its best checkpoint."""
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run", checkpoint.found(tmp_path / "run" / "checkpoints", "best")[-1]
+
+
+def test_an_edit_of_the_published_model_leaves_the_checkpoint_alone(trained: Path, tmp_path: Path) -> None:
+    run, best = copied_run(trained, tmp_path)
+    for file in best.iterdir():
+        (run / file.name).unlink(missing_ok=True)
+    folder.publish(best)
+    published = {file.name for file in best.iterdir()} - {"manifest.json"}
+    for name in published:
+        assert (run / name).read_bytes() == (best / name).read_bytes()
+        # As config.save_pretrained does it, and versions of safetensors did: in place.
+        with (run / name).open("r+b") as file:
+            file.write(b"edited")
+    assert checkpoint.read(best).step == int(best.name.partition("-")[2])
+    folder.publish(best)
+    for name in published:
+        assert (run / name).read_bytes() == (best / name).read_bytes()
+
+
+def test_published_links_of_earlier_versions_become_copies(trained: Path, tmp_path: Path) -> None:
+    run, best = copied_run(trained, tmp_path)
+    (run / "config.json").unlink()
+    os.link(best / "config.json", run / "config.json")
+    folder.publish(best)
+    assert not (run / "config.json").samefile(best / "config.json")
+
+
+def test_an_unchanged_published_model_is_not_copied_again(trained: Path, tmp_path: Path) -> None:
+    run, best = copied_run(trained, tmp_path)
+    folder.publish(best)
+    before = {name: (run / name).stat().st_ino for name in ("config.json", "model.safetensors")}
+    folder.publish(best)
+    assert before == {name: (run / name).stat().st_ino for name in before}
+
+
+@pytest.mark.parametrize("in_kernel", [True, False], ids=["kernel", "buffer"])
+def test_a_disk_that_is_full_keeps_the_model_published_before(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_kernel: bool
+) -> None:
+    run, best = copied_run(trained, tmp_path)
+    (run / "model.safetensors").write_bytes(b"of an earlier best")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if not in_kernel:
+        monkeypatch.delattr(os, "copy_file_range")
+        folder.publish(best)
+        assert (run / "model.safetensors").read_bytes() == (best / "model.safetensors").read_bytes()
+        (run / "model.safetensors").write_bytes(b"of an earlier best")
+    else:
+        monkeypatch.setattr(os, "copy_file_range", full)
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(FullrankError, match="No space left on device"):
+        folder.publish(best)
+    assert (run / "model.safetensors").read_bytes() == b"of an earlier best"
+    assert not list(run.glob(".published*"))
 
 
 def test_what_a_head_stores_beside_its_parameters_comes_back(trained: Path, tmp_path: Path) -> None:

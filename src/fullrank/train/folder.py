@@ -1,8 +1,8 @@
 """A run directory: who uses it, what it was made from, and how its weights are read back.
 
 RUN/run.json         the settings and the digest of the data; a run of another config is refused
-RUN/config.json, model.safetensors, tokenizer.json, ...    the best model so far, for `from_pretrained`: the
-                     files of its checkpoint under a second name
+RUN/config.json, model.safetensors, tokenizer.json, ...    the best model so far, for `from_pretrained`:
+                     copies of its checkpoint's files, which a user may edit
 RUN/tokens/          the tokens, built once (data.py)
 RUN/checkpoints/     checkpoint.py
 RUN/snapshots/       models of chosen steps that stay, for `from_pretrained`
@@ -40,6 +40,8 @@ SNAPSHOTS = "snapshots"
 LOG = "log.jsonl"
 WEIGHTS = "model.safetensors"
 TOKENS = "tokens"
+_CHUNK = 1 << 30
+"""Bytes that one system call copies."""
 
 
 @contextmanager
@@ -157,20 +159,56 @@ def link_tokens(built: Path, into: Path) -> None:
 
 
 def publish(stored: Path) -> None:
-    """Let the run directory itself be a checkpoint's model: its files, one after the other, weights last.
+    """Copy a checkpoint's model into the run directory: one file after the other, weights last.
 
-    All but the weights are the same in every checkpoint of a run, so there is no moment at which they are of
-    different models.
+    All but the weights are the same in every checkpoint of a run, so at no moment do they belong to different
+    models.
     """
     run = stored.parent.parent
-    kept = [file for file in stored.iterdir() if file.suffix in (".py", ".json")]
-    names = sorted(file.name for file in kept if file.name != checkpoints.MANIFEST)
-    for name in (*names, WEIGHTS):
-        _link(stored / name, run / name, run / f".published.{name}")
+    texts = [file for file in stored.iterdir() if file.suffix in (".py", ".json")]
+    names = sorted(file.name for file in texts if file.name != checkpoints.MANIFEST)
+    try:
+        for name in (*names, WEIGHTS):
+            _copy(stored / name, run / name, run / f".published.{name}")
+    except OSError as error:
+        raise FullrankError(
+            f"the best model cannot be copied to {run} ({error.strerror or error}): make room, then run the "
+            "same command again"
+        ) from error
+
+
+def _copy(file: Path, target: Path, temporary: Path) -> None:
+    """Replace `target` by a copy of `file`, unless it is one with the same size and time.
+
+    A link would let an edit of the published file change the checkpoint: transformers writes config.json in
+    place. On file systems that share blocks (btrfs, XFS) the copy takes no space.
+    """
+    status = file.stat()
+    if target.exists() and not target.samefile(file):
+        earlier = target.stat()
+        if (earlier.st_size, earlier.st_mtime_ns) == (status.st_size, status.st_mtime_ns):
+            return
+    try:
+        with file.open("rb") as source, temporary.open("wb") as copied:
+            # Not every system has it, nor every file system, and some end early. A full disk raises again.
+            with contextlib.suppress(AttributeError, OSError):
+                while os.copy_file_range(source.fileno(), copied.fileno(), _CHUNK):
+                    pass
+            if os.fstat(copied.fileno()).st_size != status.st_size:
+                source.seek(0)
+                copied.seek(0)
+                shutil.copyfileobj(source, copied)
+        os.utime(temporary, ns=(status.st_atime_ns, status.st_mtime_ns))
+        # A rename may reach the disk before the bytes do.
+        checkpoints.sync(temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _link(file: Path, own: Path, temporary: Path) -> None:
-    """A second name, or a second copy where the file system has no such thing; whole or not at all."""
+    """Link a token file of the cache, which no program edits; copy it where the file system has no links."""
     if own.exists() and own.samefile(file):
         return
     temporary.unlink(missing_ok=True)
