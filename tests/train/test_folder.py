@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fullrank import filelock
 from fullrank.errors import FullrankError
 from fullrank.text import store as data
 from fullrank.train import checkpoint, folder
@@ -70,6 +71,14 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
             pass
     with folder.locked(tmp_path / "run"):
         pass
+
+
+def test_without_locks_no_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows."""
+    monkeypatch.setattr(filelock, "SUPPORTED", False)
+    with pytest.raises(FullrankError, match="works on Linux and macOS only"):
+        folder.locked(tmp_path / "run").__enter__()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_lock_file_that_nobody_holds_is_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -25,8 +24,9 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
+from fullrank import filelock
 from fullrank.errors import FullrankError
 from fullrank.results.reading import NotRegularError, read_json, require_regular
 from fullrank.version import __version__
@@ -169,8 +169,8 @@ def write_whole(path: Path, text: str) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix)
     try:
         with os.fdopen(handle, "w", encoding="utf8") as file:
-            # Says to others that somebody is writing it.
-            _locked(file.fileno())
+            # The lock stops another writer's `_remove_left`.
+            locked = _locked(file)
             file.write(text)
             # Else a power cut may leave the new name on an empty file.
             file.flush()
@@ -179,6 +179,10 @@ def write_whole(path: Path, text: str) -> None:
             umask = os.umask(0)
             os.umask(umask)
             os.chmod(temporary, 0o666 & ~umask)
+            if locked:
+                os.replace(temporary, path)
+        if not locked:
+            # Windows has no such locks, and renames no open file.
             os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -193,16 +197,19 @@ def _remove_left(path: Path) -> None:
     """Remove what a writer that was killed has left behind; not what another one is writing."""
     try:
         with path.open("rb") as file:
-            if _locked(file.fileno()):
+            if _locked(file):
                 path.unlink(missing_ok=True)
     except OSError:
         return
 
 
-def _locked(handle: int) -> bool:
-    """Lock an open file until it is closed; False where somebody else has, or where files have no locks."""
+def _locked(file: IO[Any]) -> bool:
+    """Lock an open file until it is closed; False where another process holds it, or where files have no
+    locks."""
+    if not filelock.SUPPORTED:
+        return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        filelock.lock(file, wait=False)
     except OSError:
         return False
     return True

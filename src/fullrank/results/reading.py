@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,11 @@ def memory() -> int:
         words = {line.split(":")[0]: line.split(":")[1].split() for line in lines if ":" in line}
         whole = sum(int(words[name][0]) for name in ("MemTotal", "SwapTotal")) << 10
     except (OSError, KeyError, ValueError, IndexError):
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if hasattr(os, "sysconf"):
+            whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        else:
+            # Windows has no such call: sizes are not checked before an allocation there.
+            whole = sys.maxsize
     for place in CGROUPS:
         try:
             whole = min(whole, int(Path(place).read_text(encoding="utf8")))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fullrank import filelock
 from fullrank.errors import FullrankError
 from fullrank.results.files import sha256, write_whole
 from fullrank.results.reading import read_json
@@ -51,6 +51,7 @@ def made(
     """The folder of a stage, made by `make(partial folder) -> manifest` if it is not there whole."""
     folder = cache / f"{stage}-{key}"
     partial = cache / f".{stage}-{key}.partial"
+    filelock.require()
     with written(cache):
         cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / f".{stage}-{key}.lock"):
@@ -157,7 +158,7 @@ def _locked(path: Path) -> Iterator[None]:
     """One process at a time; the system lets go of the lock when its process dies."""
     try:
         with path.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            filelock.lock(file, wait=True)
             yield
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.EACCES, errno.EROFS, errno.ENOSPC):

@@ -14,7 +14,6 @@ RUN/.lock            held while a process trains here
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullrank import filelock
 from fullrank.errors import FullrankError
 from fullrank.results import write_whole
 from fullrank.results.reading import NotRegularError, read_json, read_text, require_plain
@@ -47,6 +47,7 @@ _CHUNK = 1 << 30
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a run directory; raises where another process does. The lock goes with the process in any case."""
+    filelock.require()
     # Before anything is written: a directory of something else stays as it is.
     _refuse_strange(path)
     there = path.is_dir()
@@ -54,7 +55,7 @@ def locked(path: Path) -> Iterator[None]:
     lock = path / ".lock"
     with lock.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            filelock.lock(file, wait=False)
             if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(file.fileno())):
                 raise BlockingIOError("its directory was just taken away")
         except OSError as error:
