@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fullrank.errors import FullrankError
 from fullrank.ops import Mixture, TopTokens, divergence, entropy, mixture_nll, token_logprobs
@@ -215,6 +217,45 @@ def test_a_teacher_has_no_gradient_and_keeps_no_graph(make_problem):
     divergence(*parts(problem), teacher._replace(rows=rows * 1.0)).backward()
     assert rows.grad is None
     assert problem.rows.grad is not None
+
+
+class Work(TorchDispatchMode):
+    """Counts the matrix products, and records the sizes of the tensors that operations allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products, self.allocated = 0, set[int]()
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {each.untyped_storage() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        result = call(*args, **(kwargs or {}))
+        self.products += call.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        new = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        self.allocated |= {each.numel() for each in new if each.untyped_storage() not in before}
+        return result
+
+
+@pytest.mark.parametrize("ask", ["ids", "entropy", *KINDS, "top"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_parameters_cost_no_gradients_where_none_are_recorded(make_problem, context, reduction, ask):
+    """One product of the student's size and one of the teacher's; no gradient of W is allocated."""
+    problem = make_problem(bias=True, kind="plif").leaves()
+    V, D = problem.weight.shape
+    teacher = teacher_of(problem)
+    top = TopTokens(torch.arange(2).expand(7, 2), torch.full((7, 2), -2.0, dtype=torch.float64))
+    common = options(problem, **({} if ask == "ids" else {"reduction": reduction}))
+    with context(), Work() as work:
+        if ask == "ids":
+            token_logprobs(*parts(problem), torch.arange(2), **common)
+        elif ask == "entropy":
+            entropy(*parts(problem), **common)
+        elif ask == "top":
+            divergence(*parts(problem), top, **common)
+        else:
+            divergence(*parts(problem), teacher, kind=ask, **common)
+    assert work.products == (2 if ask in KINDS else 1)
+    assert V * D not in work.allocated
 
 
 def test_support_that_the_student_lacks_is_an_infinite_loss_without_gradient(make_problem):

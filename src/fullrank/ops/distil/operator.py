@@ -318,29 +318,32 @@ def _reduced(
     rows, _, weight, bias, pointwise = student
     log_prior = _normalised_prior(student, settings, counts)
     tensors = (rows, log_prior, weight, bias, pointwise.trained)
-    late = reduction == "none" and any(needs_of(*tensors))
+    # Asked here: inside the function `needs_input_grad` is true for parameters under `torch.no_grad` too.
+    needs = needs_of(*tensors)
+    late = reduction == "none" and any(needs)
     values = Values.apply(
-        settings, name, _positions(counts), None if late else reduction, token_weight, *tensors
+        settings, name, _positions(counts), None if late else reduction, token_weight, needs, *tensors
     )
     return reduce_losses(values, token_weight, "none") if late else values
 
 
 class Values(torch.autograd.Function):
-    """An output of every token, or, where a reduction says how they count, their loss with gradients made on
-    the way: the backward pass scales those."""
+    """An output [N] of the tokens, or their reduced loss.
+
+    The forward pass of a reduced loss computes the gradients in `needs`, which the backward pass scales.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, settings: Settings, name: str, positions: Tensor | None, reduction: str | None,
-        token_weight: Tensor | None, *tensors: Tensor | None,
+        token_weight: Tensor | None, needs: Needs, *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         log_prior = tensors[1]
         assert log_prior is not None
-        ctx.made, ctx.options = None, (settings, name, positions)
+        ctx.gradients, ctx.options = None, (settings, name, positions, needs)
         share = torch.ones_like(log_prior[:, 0])
         if token_weight is not None:
             share = token_weight.to(share.dtype)
-        needs = Needs(*ctx.needs_input_grad[5:])
         early = reduction is not None and any(needs)
         # Not scaled by what the weights are divided by: rows times 1/N are subnormal numbers in fp16.
         weights, largest = _at_most_one(share)
@@ -353,21 +356,21 @@ class Values(torch.autograd.Function):
         mass = inverse_mass(values, token_weight) if reduction == "mean" else 1.0
         ctx.save_for_backward(*tensors, share * mass)
         if early:
-            ctx.made = work.gradients(), largest * mass
+            ctx.gradients = work.gradients(), largest * mass
         return reduce_losses(values, token_weight, reduction)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         *tensors, share = ctx.saved_tensors
-        (made, ctx.made), (given,) = (ctx.made, None), upstream
-        if made is not None:
-            gradients, factor = made
-            return (*[None] * 5, *scaled_to(_dtypes(tensors), gradients, given, factor))
-        needs, (settings, name, positions) = Needs(*ctx.needs_input_grad[5:]), ctx.options
-        given, largest = _at_most_one(given * share)
-        _, work = _evaluate(settings, name, positions, tuple(tensors), needs, given, largest)
-        return (*[None] * 5, *_late_gradients(work, tensors))
+        settings, name, positions, needs = ctx.options
+        early, ctx.gradients = ctx.gradients, None
+        if early is not None:
+            gradients, factor = early
+            return (*[None] * 6, *scaled_to(_dtypes(tensors), gradients, upstream[0], factor))
+        weights, largest = _at_most_one(upstream[0] * share)
+        _, work = _evaluate(settings, name, positions, tuple(tensors), needs, weights, largest)
+        return (*[None] * 6, *_late_gradients(work, tensors))
 
 
 def _evaluate(
