@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
-from fullrank.heads import HEADS, Head
+from fullrank.heads import HEADS, Head, build
 
 
 def every_leaf(head: Head, inputs: Any) -> dict[str, Tensor]:
@@ -372,6 +372,55 @@ def test_a_masked_target_of_weight_0_counts_nothing(case: Any, reduction: str) -
     ours, theirs = gradients_of(loss.sum(), head, inputs), gradients_of(expected.sum(), head, inputs)
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
+
+
+ROW_HEADS = ("softmax", "sigsoftmax", "moc", "mos", "trunk", "doc")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ROW_HEADS)
+def test_normalisers_leave_out_tokens_of_weight_0(cases: dict[str, Any], name: str, reduction: str) -> None:
+    """One of them has an infinite loss, another an arbitrary target."""
+    head = cases[name].build(bias=True)
+    with torch.no_grad():
+        head.decoder.bias[7] = -torch.inf
+    inputs = cases[name].inputs(head, gradient=True)
+    targets = inputs.targets.masked_fill(inputs.targets == 7, 3)
+    weight = torch.full(targets.shape, 2.0)
+    targets[1, 2], weight[1, 2], weight[0, 1] = 7, 0.0, 0.0
+    ignored = targets.masked_fill(weight == 0, -100)
+    (loss, size), (expected, expected_size) = (
+        head(inputs.states, y, reduction=reduction, token_weight=weight, return_normaliser=True)
+        for y in (targets, ignored)
+    )
+    plain = head(inputs.states, targets, reduction=reduction, token_weight=weight)
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close((loss, size), (expected, expected_size))
+    ours, theirs, without = (
+        gradients_of(value, head, inputs)
+        for value in (loss.sum() + 0.3 * size, expected.sum() + 0.3 * expected_size, plain.sum())
+    )
+    penalty = gradients_of(0.3 * head(inputs.states, ignored, return_normaliser=True)[1], head, inputs)
+    for leaf, gradient in theirs.items():
+        assert gradient.isfinite().all(), leaf
+        torch.testing.assert_close(ours[leaf], gradient)
+        torch.testing.assert_close(ours[leaf], without[leaf] + penalty[leaf], rtol=1e-4, atol=1e-6)
+
+
+def test_normalisers_leave_out_whatever_an_ignored_state_holds() -> None:
+    """The states are the rows: a NaN among them would reach W."""
+    head = build("softmax", hidden=4, vocab=9, bias=True)
+    states, targets = torch.randn(6, 4), torch.randint(9, (6,))
+    targets[2] = -100
+    states[2] = torch.nan
+    loss, size = head(states, targets, return_normaliser=True)
+    (loss + size).backward()
+    counted = targets != -100
+    expected, expected_size = head(states[counted], targets[counted], return_normaliser=True)
+    torch.testing.assert_close((loss, size), (expected, expected_size))
+    gradients = torch.autograd.grad(expected + expected_size, list(head.decoder.parameters()))
+    for parameter, gradient in zip(head.decoder.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional
 
 from fullrank.errors import FullrankError
-from fullrank.ops import linear_logprob, mixture_log_probs, mixture_nll
+from fullrank.ops import linear_logprob, linear_nll, mixture_log_probs, mixture_nll
 from fullrank.ops.pointwise import from_parts
 
 KINDS = ("identity", "sigsoftmax", "softcap", "capped_sigsoftmax", "plif")
@@ -440,6 +440,37 @@ def test_nothing_counted_is_a_loss_of_zero_with_gradient_zero(make_problem, tool
     assert (loss == 0).all()
     for name in ("rows", "log_prior", "weight", "bias"):
         assert (gradients[name] == 0).all()
+
+
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("left_out", [(1, 4), range(5)], ids=["some", "all"])
+def test_rows_ignore_and_reduce_as_mixtures_of_one(make_problem, tools, left_out, reduction, impl):
+    problem = make_problem(5, 1, 3, 7, bias=True)
+    problem.targets[list(left_out)] = -7
+    problem = replace(problem, log_prior=torch.zeros(5, 1, dtype=torch.float64))
+    want = tools.differentiate(problem, lambda p: p.nll(reduction=reduction, impl=impl, ignore_index=-7))
+    problem.rows[problem.targets == -7] = torch.nan
+    loss, gradients = tools.differentiate(
+        problem,
+        lambda p: linear_nll(
+            p.rows[:, 0], p.weight, p.targets, bias=p.bias, reduction=reduction, ignore_index=-7, impl=impl
+        )[0],
+    )
+    torch.testing.assert_close(loss, want[0])
+    for name in ("rows", "weight", "bias"):
+        torch.testing.assert_close(gradients[name], want[1][name])
+
+
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_an_ignored_row_has_a_normaliser_of_0_without_gradient(make_problem, impl):
+    problem = make_problem(3, 1, 3, 7).leaves()
+    problem.targets[1] = -100
+    _, lse = linear_nll(problem.rows[:, 0], problem.weight, problem.targets, reduction="mean", impl=impl)
+    lse.square().sum().backward()
+    assert lse.shape == (3,)
+    assert lse[1] == 0.0
+    assert [bool(row.any()) for row in problem.rows.grad] == [True, False, True]
 
 
 def test_weights_that_sum_to_zero_give_a_mean_of_zero(make_problem, tools):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fullrank.ops import autograd
+from fullrank.ops import autograd, linear_nll
 from fullrank.ops.products import Bins
 
 N, K, D, V = 24, 3, 6, 50
@@ -123,6 +123,14 @@ def test_ignored_tokens_cost_nothing(make_problem, counter):
     problem.targets[: N // 2] = -100
     problem.nll().backward()
     assert counter["products"] == 1.5
+
+
+def test_ignored_rows_cost_nothing(make_problem, counter):
+    problem = make_problem(N, 1, D, V, dtype=torch.float32).leaves()
+    problem.targets[: N // 2] = -100
+    nll, lse = linear_nll(problem.rows[:, 0], problem.weight, problem.targets)
+    (nll + lse).sum().backward()
+    assert counter["products"] == 4 / 2 / K
 
 
 @pytest.mark.parametrize("copies", [1, 3, 64])

@@ -32,7 +32,7 @@ from fullrank.ops import (
     row_scores,
     token_logprobs,
 )
-from fullrank.ops.reduce import reduce_losses
+from fullrank.ops.reduce import mixture_losses, reduce_losses
 
 # Log-probabilities that a decoding method may hold at once, in bytes.
 DECODING_BYTES = 256 << 20
@@ -102,24 +102,30 @@ class RowHead(Head):
         return Loss(shaped(loss, labels), stats, gate)
 
     def _loss_and_normaliser(self, parts: Parts, labels: Labels) -> Loss:
-        """Row by row, with gradients of the normalisers: four products in place of three."""
+        """The loss from single rows, with gradients of the normalisers: four products in place of three."""
         if labels.stats:
             raise FullrankError("statistics and normalisers cannot be asked for in one call: ask for one")
         rows, log_prior, gate = parts
-        targets = labels.targets.flatten()
+        targets, token_weight = labels.targets.flatten(), labels.token_weight
+        if token_weight is not None:
+            token_weight = token_weight.flatten()
+            # Rows of weight 0 are not scored, and their losses may be infinite.
+            targets = targets.masked_fill(token_weight == 0, labels.ignore_index)
         counted = targets != labels.ignore_index
-        nll, lse = linear_nll(
-            rows.flatten(0, 1), self.decoder.weight,
-            targets.where(counted, 0).repeat_interleave(rows.shape[1]),
-            bias=self.decoder.bias, pointwise=self.pointwise,
+        row_nll, lse = linear_nll(
+            rows.flatten(0, 1), self.decoder.weight, targets.repeat_interleave(rows.shape[1]),
+            bias=self.decoder.bias, pointwise=self.pointwise, ignore_index=labels.ignore_index,
         )  # fmt: skip
-        each = -(log_prior - nll.view_as(log_prior)).logsumexp(dim=-1)
-        size = (log_prior.exp() * lse.view_as(log_prior).square()).sum(dim=-1)
-        weight = counted.to(each.dtype)
-        if labels.token_weight is not None:
-            weight = weight * labels.token_weight.flatten()
-        value = reduce_losses(each, weight, labels.reduction)
-        return Loss(shaped(value, labels), None, gate, reduce_losses(size, weight, "mean"))
+        row_nll, lse = row_nll.view_as(log_prior), lse.view_as(log_prior)
+        nll = mixture_losses(log_prior, row_nll, counted)
+        # An ignored token may have any prior; its normalisers are 0.
+        prior = torch.where(counted[:, None], log_prior, 0.0).exp()
+        squared = (prior * lse.square()).sum(dim=-1)
+        weight = counted.to(nll.dtype)
+        if token_weight is not None:
+            weight = torch.where(counted, token_weight.to(nll.dtype), 0.0)
+        value = reduce_losses(nll, weight, labels.reduction)
+        return Loss(shaped(value, labels), None, gate, reduce_losses(squared, weight, "mean"))
 
     def distribution(self, hidden: States, *, context: Tensor | None = None) -> Mixture:
         """What the head says of these states, as `ops` take it: another head's teacher."""
@@ -177,7 +183,7 @@ class RowHead(Head):
         """One exact draw a token at temperature 1: a component from the prior, then a token from it alone."""
         states = self._checked(hidden, None, context)
         rows, log_prior = self._flat_rows(states)
-        if self.components > 1:
+        if rows.shape[1] > 1:
             which = torch.multinomial(log_prior.exp(), 1, generator=generator)
             rows = rows.gather(1, which[:, :, None].expand(-1, -1, self.width))
         drawn = []

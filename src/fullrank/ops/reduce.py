@@ -81,6 +81,19 @@ def posterior(log_prior: Tensor, nll: Tensor) -> tuple[Tensor, Tensor]:
     return token, torch.where(torch.isposinf(token)[:, None], 0.0, share)
 
 
+def mixture_losses(log_prior: Tensor, row_nll: Tensor, counted: Tensor) -> Tensor:
+    """Token losses [N] from log priors and row losses [N, K], differentiable; 0 where not `counted` [N].
+
+    Neither an ignored token, whatever its prior holds, nor a token that no component can emit brings
+    inf - inf to the gradient.
+    """
+    joint = log_prior.to(row_nll.dtype) - row_nll
+    impossible = torch.isneginf(joint).all(1) & counted
+    joint = torch.where((counted & ~impossible)[:, None], joint, 0.0)
+    losses = torch.where(impossible, torch.inf, -torch.logsumexp(joint, dim=1))
+    return torch.where(counted, losses, 0.0)
+
+
 class Mode:
     """Running argmax and entropy of a chunk's mixtures, over tiles of tokens and blocks of the vocabulary."""
 

@@ -24,7 +24,7 @@ from fullrank.ops.mixture import reference
 from fullrank.ops.mixture.chunked import mixture_pass
 from fullrank.ops.pointwise import IDENTITY, Pointwise, from_parts
 from fullrank.ops.products import Needs, fake_sums, needs_of, sums_of
-from fullrank.ops.reduce import Look, count_targets, reduce_losses
+from fullrank.ops.reduce import Look, count_targets, mixture_losses, reduce_losses
 from fullrank.ops.rows.operator import row_losses
 from fullrank.ops.workspace import over_chunks
 
@@ -123,13 +123,8 @@ def _loss_of_tokens(
         rows.flatten(0, 1), weight, targets.repeat_interleave(rows.shape[1]), bias, pointwise, workspace,
         impl, ignore_index,
     )  # fmt: skip
-    joint = log_prior.to(row_nll.dtype) - row_nll.view(log_prior.shape)
     counted = targets != ignore_index
-    # Neither an ignored token, whatever its prior holds, nor one that no component can emit may bring
-    # inf - inf to the gradient.
-    hopeless = torch.isneginf(joint).all(1)
-    joint = torch.where((counted & ~hopeless)[:, None], joint, 0.0)
-    loss = torch.where(hopeless, torch.inf, -torch.logsumexp(joint, dim=1))
+    loss = mixture_losses(log_prior, row_nll.view(log_prior.shape), counted)
     return torch.where(counted, reduce_losses(loss, token_weight, "none"), 0.0)
 
 

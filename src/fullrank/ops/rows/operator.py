@@ -23,12 +23,18 @@ import torch
 from torch import Tensor
 
 from fullrank.ops import autograd
-from fullrank.ops.arguments import check_implementation, check_rows, compute_dtype, product_dtype
+from fullrank.ops.arguments import (
+    check_implementation,
+    check_reduction,
+    check_rows,
+    compute_dtype,
+    product_dtype,
+)
 from fullrank.ops.mixture import reference
 from fullrank.ops.mixture.chunked import mixture_pass
 from fullrank.ops.pointwise import IDENTITY, Pointwise, from_parts
 from fullrank.ops.products import Gradients, Needs, fake_sums, needs_of, sums_of
-from fullrank.ops.reduce import Statistics, count_targets, zero_statistics
+from fullrank.ops.reduce import Statistics, count_targets, reduce_losses, zero_statistics
 from fullrank.ops.workspace import pieces
 
 TENSORS = 5  # How many of the first arguments of `rows` are tensors; the plain options follow.
@@ -49,12 +55,19 @@ def linear_logprob(
 
 def linear_nll(
     rows: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None,
-    pointwise: Pointwise = IDENTITY, workspace: int | None = None, impl: str = "auto",
+    pointwise: Pointwise = IDENTITY, reduction: str = "none", ignore_index: int = -100,
+    workspace: int | None = None, impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-log p(y) = normaliser - f(z_y) and the normaliser of every row: as `linear_logprob`, but here a
-    confident row keeps its digits."""
-    _, lse, nll = row_losses(rows, weight, targets, bias, pointwise, workspace, impl)
-    return nll, lse
+    """-log p(y) = lse - f(z_y) and the normaliser lse [R] of every row: as `linear_logprob`, but the loss of a
+    confident row keeps its digits.
+
+    `reduction` applies to the loss, and `ignore_index` is as in `mixture_nll`: a row whose target is ignored is
+    not scored, whatever it holds; its loss and its normaliser are 0.
+    """
+    check_reduction(targets, reduction, None)
+    _, lse, nll = row_losses(rows, weight, targets, bias, pointwise, workspace, impl, ignore_index)
+    counted = None if reduction == "none" else targets != ignore_index
+    return reduce_losses(nll, counted, reduction), lse
 
 
 def row_losses(
@@ -66,13 +79,30 @@ def row_losses(
     check_implementation(impl)
     product = product_dtype(rows, weight, impl)
     if impl == "reference":
-        count_targets(targets, weight.shape[0], ignore_index)
-        return reference.linear_logprob(rows.to(product), weight, targets, bias=bias, pointwise=pointwise)
+        return _reference_losses(rows.to(product), weight, targets, bias, pointwise, ignore_index)
     needs = needs_of(rows, None, weight, bias, pointwise.trained)
     target, lse, nll, *_ = rows_operator(
         rows, weight, targets.long(), bias, pointwise.trained, pointwise.kind, pointwise.constant,
         ignore_index, needs, product, workspace, impl,
     )  # fmt: skip
+    return target, lse, nll
+
+
+def _reference_losses(
+    rows: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, pointwise: Pointwise,
+    ignore_index: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`row_losses` by the definition."""
+    count_targets(targets, weight.shape[0], ignore_index)
+    if ignore_index is None:
+        return reference.linear_logprob(rows, weight, targets, bias=bias, pointwise=pointwise)
+    counted = targets != ignore_index
+    target, lse, nll = (
+        values.new_zeros(targets.shape).masked_scatter(counted, values)
+        for values in reference.linear_logprob(
+            rows[counted], weight, targets[counted], bias=bias, pointwise=pointwise
+        )
+    )
     return target, lse, nll
 
 
