@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.suite_rules import ProcessorClock, SuiteRules
+
 # Before torch is imported: workers share the cores, and threads beyond them wait for each other.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
@@ -27,6 +29,13 @@ if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
 # A busy machine makes no test fail by the clock, and CI tries the same examples every time.
 settings.register_profile("fullrank", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("fullrank")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessorClock(), "processor-clock")
+    # Reports of workers arrive in the process that started them.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SuiteRules(), "suite-rules")
 
 
 @pytest.fixture(scope="session", autouse=True)
