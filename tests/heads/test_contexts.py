@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.heads import RowHead, build
-from fullrank.heads.contexts import LockedDropout, does_what_its_weights_say
+from fullrank.heads.contexts import GATES, LockedDropout, does_what_its_weights_say
+from fullrank.heads.start import Start
 
 SINGLE = {"moc": "softmax", "mos": "softmax", "trunk": "softmax", "doc": "softmax", "moss": "sigsoftmax"}
 """The head that one component of a mixture is alone."""
@@ -140,6 +141,23 @@ def test_default_mixture_starts_as_one_component_alone(mixture: Any, square: boo
 
     _, log_prior = head.contexts(inputs.each)
     assert log_prior.exp().std(-1).mean() > 0.005, "the gates must be unequal, or no component ever differs"
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize(("centred", "spread"), [(True, GATES), (False, 1.0)], ids=["centred", "free"])
+@pytest.mark.parametrize("name", ["mos", "trunk", "doc"])
+def test_gates_start_alike_on_states_of_any_size(name: str, centred: bool, spread: float, size: float) -> None:
+    """A mixture that starts as a given layer has gate logits of the same spread on small and on large states."""
+    wide, options = 64, {"layers": ((64, 8), (5, 1))} if name == "doc" else {"components": 9}
+    head = build(name, hidden=wide, vocab=11, centred=centred, **options)
+    weight = nn.Parameter(torch.randn(11, wide))
+    head.start_from(
+        Start(weight=weight, bias=None, softcap=None, size=size, low=-1.0, high=1.0, widths=(wide, 5))
+    )
+    states = [size * torch.randn(500, width) for width in head.state_widths]
+    _, log_prior = head.contexts(states)
+    found = (log_prior - log_prior.mean(-1, keepdim=True)).square().sum(-1) / 8
+    assert float(found.mean().detach().sqrt()) == pytest.approx(spread, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["mos", "moss", "trunk", "doc"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,21 @@ def test_decoding_in_pieces_is_the_same(
         cases[name], lambda head, many, generator: head.sample(many.states, generator=generator)
     )
     assert found > LEAST_P
+
+
+def test_samples_come_from_all_rows_of_a_head_that_does_not_count_them() -> None:
+    """Each of two equal components is sure of a token of its own."""
+
+    class Opposites(RowHead):
+        def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+            rows = torch.stack([states[0], -states[0]], dim=-2)
+            return rows, rows.new_full(rows.shape[:-1], math.log(0.5))
+
+    head = Opposites(hidden=1, vocab=2)
+    with torch.no_grad():
+        head.decoder.weight.copy_(torch.tensor([[50.0], [-50.0]]))
+    drawn = head.sample(torch.ones(400, 1), generator=torch.Generator().manual_seed(0))
+    assert 140 < int((drawn == 0).sum()) < 260
 
 
 @pytest.mark.parametrize("m", [0, -1, 12, 2.0])

@@ -2,9 +2,9 @@
 
     rows and prior   those of `contexts.py`, `centred` or not
 
-All components start equal, so such a mixture starts as a given output layer whatever its gates say. They are
-drawn for states of unit size, and divided by the size of those that come. From a given layer a mixture is not
-centred unless asked: its body may be frozen.
+All components start equal, so such a mixture starts as a given output layer whatever its gates say. Gates are
+drawn for states of unit size. Centred, they read states at unit size; otherwise `start_from` divides them by the
+size of the states. From a given layer a mixture is not centred unless requested: its body may be frozen.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ class MixtureHead(RowHead):
     row_map: ClassVar[str] = "contexts.shared.weight"
     published: ClassVar[Mapping[str, Any] | None] = YANG
 
-    def scored(self) -> int:
-        return self.components * super().scored()
-
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return self.contexts(states)
 
@@ -57,7 +54,7 @@ class MixtureHead(RowHead):
 
     @torch.no_grad()
     def start_from(self, start: Start) -> None:
-        if start.size > 0:
+        if start.size > 0 and not self.contexts.centred:
             self.contexts.gate.weight.div_(start.size)
         super().start_from(start)
 
