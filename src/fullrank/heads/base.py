@@ -208,11 +208,21 @@ class Head(nn.Module, ABC):
         """Multiplications of a token's scores: the width of what W is multiplied with, times V."""
         return self.width * self.vocab
 
-    def flops(self) -> int:
-        """Floating-point operations that a token costs in training: forward, and twice that backward, of its
-        scores and of the head's own maps."""
-        own = sum(parameter.numel() for _, parameter in self.own_parameters() if parameter.ndim > 1)
-        return 6 * (self.scored() + own)
+    def mapped(self) -> int:
+        """Multiplications of a token in the head's own maps."""
+        return sum(parameter.numel() for _, parameter in self.own_parameters() if parameter.ndim > 1)
+
+    def attended(self, length: int) -> int:
+        """Multiplications of a token with the other positions of a text of this length."""
+        return 0
+
+    def flops(self, length: int = 0) -> int:
+        """Floating-point operations of a token in training: forward, and twice that backward.
+
+        `length` is that of the texts, for a head that scores earlier positions. What a loss computes twice to
+        save memory is counted once.
+        """
+        return 6 * (self.scored() + self.mapped() + self.attended(length))
 
     # What others ask of a class.
 

@@ -174,8 +174,19 @@ class CacheHead(Head):
         self.base.redraw(size)
 
     def scored(self) -> int:
-        """Without the memory, whose size depends on the text."""
+        """Of the base; its normaliser takes a row of each component: see `_base_loss`."""
+        if isinstance(self.base, RowHead) and not self.normalised:
+            return self.base.row_count * self.width * self.vocab
         return self.base.scored()
+
+    def mapped(self) -> int:
+        maps = sum(part.weight.numel() for part in (self.query, self.key) if part is not None)
+        return self.base.mapped() + maps
+
+    def attended(self, length: int) -> int:
+        """The text itself, or its window, is the memory; later positions are masked."""
+        seen = length if self.window is None else min(length, self.window)
+        return self.hidden * seen + self.base.attended(length)
 
     def pace(self, name: str, parameter: Tensor, sizes: Sequence[float]) -> float:
         if name == "memory_weight":

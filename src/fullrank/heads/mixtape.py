@@ -98,6 +98,12 @@ class Mixtape(Head):
         """Tokens that share their gates are one softmax of the mean context, the others K scores each."""
         return self.width * (self.components * self.frequent + self.vocab - self.frequent)
 
+    def mapped(self) -> int:
+        """A frequent token's vector is multiplied with the features of all K - 1 gates; its biases are added."""
+        nodes = self.components - 1
+        again = (nodes - 1) * self.token_gate.numel()
+        return super().mapped() + again - self.token_gate_bias.numel()
+
     @classmethod
     def equal_size(cls, width: int) -> dict[str, int]:
         return {"width": width * 5 // 6, "components": 4}

@@ -71,8 +71,9 @@ class MixtureOfContexts(MixtureOfSoftmaxes):
             as_published=as_published, centred=False,
         )  # fmt: skip
 
-    def scored(self) -> int:
-        return self.width * self.vocab
+    @property
+    def row_count(self) -> int:
+        return 1
 
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return self.parts(states).rows, None

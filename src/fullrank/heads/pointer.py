@@ -83,6 +83,15 @@ class Pointer(Head):
                 self.query.weight.zero_()
                 self.key.weight.div_(math.sqrt(self.width))
 
+    def scored(self) -> int:
+        """Of all tokens, and of those that each reranker scores again."""
+        return self.width * (self.vocab + sum(self.sizes))
+
+    def attended(self, length: int) -> int:
+        """Parts C and P, each one product with every position; later ones are masked."""
+        parts = (self.seen is not None) + (self.query is not None)
+        return parts * self.width * length
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """How many tokens each reranker scores again."""

@@ -59,6 +59,14 @@ class RowHead(Head):
     components: int = 1
     splits: ClassVar[bool] = True
 
+    @property
+    def row_count(self) -> int:
+        """K, the rows of a token that are scored."""
+        return self.components
+
+    def scored(self) -> int:
+        return self.row_count * super().scored()
+
     @abstractmethod
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Rows [..., K, D] and their log prior [..., K]; None is one component with all the weight."""

@@ -60,6 +60,9 @@ class Trunk(MixtureHead):
         return {"width": width * 23 // 24, "private": width * 5 // 24}
 
     def scored(self) -> int:
+        if self.softcap is not None or self.contexts.dropout.probability > 0.0:
+            # Every component has its own row then: see `_loss`.
+            return super().scored()
         return (self.width - self.private + self.components * self.private) * self.vocab
 
     def _loss(self, states: list[Tensor], labels: Labels, context: Tensor | None) -> Loss:

@@ -125,6 +125,16 @@ class VocabParallelHead(Head):
     def pointwise(self) -> Pointwise:
         return self.inner.pointwise
 
+    def scored(self) -> int:
+        """Of all processes together: the same as the plain head."""
+        return self.inner.scored()
+
+    def mapped(self) -> int:
+        return self.inner.mapped()
+
+    def attended(self, length: int) -> int:
+        return self.inner.attended(length)
+
     def tie(self, embedding: nn.Embedding | nn.Parameter) -> None:
         raise FullrankError(
             "a head whose W is split over processes cannot be tied to an embedding, which every process "

@@ -41,7 +41,7 @@ def training_flops(model: Any, length: int) -> int:
         heads = getattr(layer, "num_attention_heads", 0) or 0
         widths += heads * (getattr(layer, "head_dim", None) or (config.hidden_size // heads if heads else 0))
     attention = 12 * config.num_hidden_layers * widths * length // len(layers)
-    return 6 * weights + attention + model.lm_head.flops()
+    return 6 * weights + attention + model.lm_head.flops(length)
 
 
 def peak_flops(device: torch.device) -> float | None:
