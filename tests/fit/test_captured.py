@@ -47,6 +47,17 @@ def test_a_graph_follows_the_steps_in_which_kernels_are_chosen(monkeypatch: pyte
     assert steps(one, 5) == [1, 1, 1, 101, 101]
 
 
+def test_the_synchronisation_debug_mode_of_the_user_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = [2]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with captured.asks_the_device():
+        pass
+    with pytest.raises(ZeroDivisionError), captured.asks_the_device():
+        raise ZeroDivisionError
+    assert modes == [2, "warn", 2, "warn", 2]
+
+
 def test_what_asks_the_device_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps(step(monkeypatch, asks=True), 6) == [1] * 6
 

@@ -36,19 +36,25 @@ def can_capture(optimiser: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def asks_the_device() -> Iterator[list[str]]:
-    """Files that wait for the device within, filled at the end; transformers waits only out of captures."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as said:
+    """List the files that synchronise with the device inside the block; the list is filled at its end.
+
+    Files of transformers are left out, because they do not synchronise while a graph is captured. The
+    synchronisation debug mode is restored at the end.
+    """
+    files: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield files
         finally:
-            torch.cuda.set_sync_debug_mode("default")
-    found += [
-        one.filename
-        for one in said
-        if "called a synchronizing" in str(one.message) and "transformers" not in Path(one.filename).parts
+            torch.cuda.set_sync_debug_mode(before)
+    files += [
+        warning.filename
+        for warning in caught
+        if "called a synchronizing" in str(warning.message)
+        and "transformers" not in Path(warning.filename).parts
     ]
 
 
