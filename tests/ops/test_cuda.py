@@ -5,10 +5,12 @@ That kernels and definition agree is the matter of `test_matrix.py`, in Triton's
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from fullrank.errors import FullrankError
 from fullrank.ops import IDENTITY, SIGSOFTMAX, Pointwise, Softcap, mixture_nll
 from fullrank.ops.mixture import fused, product
-from fullrank.ops.reduce import Statistics, count_targets
+from fullrank.ops.reduce import Statistics, capturing, count_targets
 from fullrank.ops.workspace import MIB
 
 # numpy, under the interpreter, warns of what the unused ends of padded rows hold.
@@ -165,6 +167,24 @@ def test_a_device_takes_chunks_of_the_best_size(N, K, D, V, rows):
     assert 0.8 * rows <= tokens * K <= rows
     assert fused.padded(V) % 64 == 0
     assert V <= fused.padded(V) < V + 64
+
+
+def test_whether_a_graph_is_captured_is_asked_of_the_tensors_device(monkeypatch):
+    """Not of the current device, which may be another one."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(where):
+        before, current[0] = current[0], where.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
+    found = [capturing(SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))) for index in (0, 1)]
+    assert found == [False, True]
+    assert not capturing(torch.zeros(1))
+    assert current == [0]
 
 
 def test_counted_targets_keep_their_order():

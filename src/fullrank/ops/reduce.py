@@ -205,8 +205,12 @@ class Tokens:
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether the work on the tensor's device is being recorded into a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether a CUDA graph captures the current stream of the tensor's device."""
+    if not tensor.is_cuda:
+        return False
+    # The question is about the current device, which may be another one.
+    with torch.cuda.device(tensor.device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Copy:
