@@ -193,6 +193,20 @@ def drop(rank: int, group: Any) -> dict[str, Any]:
     return {"losses": losses, "after": after, "expected": torch.rand(3), "small": small, "quiet": quiet}
 
 
+def clip_alone(rank: int, group: Any) -> dict[str, Tensor]:
+    """Clip where the first process alone has gradients: of all parameters, then of W."""
+    model = Model("softmax", seed=0)
+    model.head = shard(model.head, group)
+    norms = {}
+    for name, some in (("all", model.parameters()), ("matrix", model.head.decoder.parameters())):
+        model.zero_grad(set_to_none=True)
+        for parameter in some if rank == 0 else ():
+            parameter.grad = torch.ones_like(parameter)
+        norms[name] = clip_gradients(model, 0.5)
+        norms[f"{name} after"] = clip_gradients(model, 0.5)
+    return norms
+
+
 def refuse(rank: int, group: Any) -> list[str]:
     """The messages that wrong use gives, on every process alike."""
     told = []
@@ -227,6 +241,7 @@ def work(folder: Path, rank: int) -> None:
         }
         if size == 2:
             done["dropout"] = drop(rank, group)
+            done["clip_alone"] = clip_alone(rank, group)
             done["refused"] = refuse(rank, group)
         torch.save(done, folder / f"done-{size}-{rank}.pt")
     distributed.barrier()
@@ -366,6 +381,19 @@ def test_the_norm_that_clips_takes_in_all_rows_of_w(done, alone, name, size):
         assert torch.equal(norm, steps[0])
 
 
+@several
+def test_a_process_without_gradients_takes_part_in_clipping(done):
+    first, second = (part["clip_alone"] for part in done[2])
+    # Six of the eleven rows of W and of its bias.
+    matrix = torch.tensor(6.0 * (D + 1), dtype=torch.float64).sqrt()
+    same(first["matrix"], matrix)
+    assert first["all"] > matrix
+    for name in ("matrix", "all"):
+        # The first process's rows of W count on both; all else counts where it is.
+        same(second[name], matrix)
+    assert float(first["all after"]) == pytest.approx(0.5, rel=1e-5)
+
+
 def test_clipping_agrees_with_torch():
     one, other = Model("mos", seed=0), Model("mos", seed=0)
     for model in (one, other):
@@ -440,6 +468,17 @@ def test_autocast_reaches_the_split_head_as_it_does_the_plain_one():
         torch.testing.assert_close(gradients_of(lone)[name], gradient, rtol=0.02, atol=0.003)
 
 
+def test_clipping_without_gradients_still_joins_the_sum_of_all_processes(monkeypatch):
+    """The other processes would wait for it for ever."""
+    sums = []
+    monkeypatch.setattr(distributed, "all_reduce", lambda total, *_, **__: sums.append(total.clone()))
+    model = Model("mos", seed=0)
+    model.head = shard(model.head)
+    model.head.processes = 2
+    assert clip_gradients(model, 0.1) == 0.0
+    assert sums == [torch.zeros((), dtype=torch.float64)]
+
+
 def test_a_tied_head_is_refused():
     model = Model("softmax", seed=0)
     model.head = shard(model.head)
@@ -467,15 +506,6 @@ def test_a_state_that_does_not_fit_changes_nothing():
         load_full_state(head, wrong)
     for name, value in full_state(head).items():
         assert torch.equal(value, before[name])
-
-
-def test_the_names_of_version_0_1_are_loaded():
-    head, other = (shard(Model("mos", seed=seed).head) for seed in (0, 1))
-    older = {name.replace("decoder.", "inner.decoder."): value for name, value in head.state_dict().items()}
-    assert "inner.decoder.weight" in older
-    other.load_state_dict(older)
-    for name, value in full_state(head).items():
-        assert torch.equal(full_state(other)[name], value)
 
 
 def test_frozen_rows_stay_frozen():

@@ -111,7 +111,6 @@ class VocabParallelHead(Head):
         self.start, self.stop = start, stop
         self.inner = inner
         self.stand_on(inner)
-        self.register_load_state_dict_pre_hook(_take_older_names)
 
     def own_rows(self, whole: Tensor) -> Tensor:
         """This process's part of [V, ...]."""
@@ -216,12 +215,6 @@ class VocabParallelHead(Head):
         return own.view(*states[0].shape[:-1], self.vocab)
 
 
-def _take_older_names(head: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Version 0.1 kept a process's rows of W with the inner head."""
-    for name in [name for name in state if name.startswith(f"{prefix}inner.decoder.")]:
-        state[name.replace("inner.decoder.", "decoder.", 1)] = state.pop(name)
-
-
 def _some_rows(whole: nn.Linear, start: int, stop: int) -> nn.Linear:
     own = nn.Linear(whole.in_features, stop - start, bias=whole.bias is not None, device="meta")
     for name, parameter in list(whole.named_parameters()):
@@ -320,22 +313,27 @@ def ignored_parameters(model: nn.Module) -> list[str]:
 def clip_gradients(model: nn.Module, most: float) -> Tensor:
     """Scale all gradients so that their joint norm is at most `most`; returns the norm before.
 
-    The norm takes in the rows of W on all processes. torch's own clipping would see only its process's rows,
-    so the processes would scale differently and their copies of all else would part.
+    The norm includes the rows of W on all processes. torch's own clipping uses the rows of one process, so
+    the processes would scale differently and their copies of the other parameters would diverge. All
+    processes call this together, whether they have gradients or not.
     """
     heads = [head for _, head in _sharded(model)]
-    own = {parameter for head in heads for parameter in head.decoder.parameters()}
+    split_parameters = {parameter for head in heads for parameter in head.decoder.parameters()}
     gradients = [
         (parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None
     ]
-    if not gradients:
+    if not gradients and not heads:
         return torch.zeros(())
+    # Of one dtype on all processes: a process without gradients takes part in the sum.
+    like = heads[0].decoder.weight if heads else gradients[0][1]
+    wide = torch.promote_types(like.dtype, torch.float32)
 
-    def squared(mine: bool) -> Tensor:
-        some = [gradient for parameter, gradient in gradients if (parameter in own) is mine]
-        like = gradients[0][1]
-        wide = torch.promote_types(like.dtype, torch.float32)
-        norms = [torch.linalg.vector_norm(gradient, dtype=wide) for gradient in some]
+    def squared(split: bool) -> Tensor:
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=wide)
+            for parameter, gradient in gradients
+            if (parameter in split_parameters) is split
+        ]
         return torch.stack(norms).square().sum() if norms else like.new_zeros((), dtype=wide)
 
     total = squared(True)
