@@ -146,8 +146,10 @@ def test_default_mixture_starts_as_one_component_alone(mixture: Any, square: boo
 @pytest.mark.parametrize("size", [1.0, 30.0])
 @pytest.mark.parametrize(("centred", "spread"), [(True, GATES), (False, 1.0)], ids=["centred", "free"])
 @pytest.mark.parametrize("name", ["mos", "trunk", "doc"])
-def test_gates_start_alike_on_states_of_any_size(name: str, centred: bool, spread: float, size: float) -> None:
-    """A mixture that starts as a given layer has gate logits of the same spread on small and on large states."""
+def test_gates_start_alike_on_states_of_any_size(
+    name: str, centred: bool, spread: float, size: float
+) -> None:
+    """The gate logits of a mixture that starts as a given layer have one spread."""
     wide, options = 64, {"layers": ((64, 8), (5, 1))} if name == "doc" else {"components": 9}
     head = build(name, hidden=wide, vocab=11, centred=centred, **options)
     weight = nn.Parameter(torch.randn(11, wide))

@@ -99,7 +99,7 @@ class Mixtape(Head):
         return self.width * (self.components * self.frequent + self.vocab - self.frequent)
 
     def mapped(self) -> int:
-        """A frequent token's vector is multiplied with the features of all K - 1 gates; its biases are added."""
+        """The vector of a frequent token is multiplied with the features of K - 1 gates; biases are added."""
         nodes = self.components - 1
         again = (nodes - 1) * self.token_gate.numel()
         return super().mapped() + again - self.token_gate_bias.numel()

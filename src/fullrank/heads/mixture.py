@@ -2,9 +2,10 @@
 
     rows and prior   those of `contexts.py`, `centred` or not
 
-All components start equal, so such a mixture starts as a given output layer whatever its gates say. Gates are
-drawn for states of unit size. Centred, they read states at unit size; otherwise `start_from` divides them by the
-size of the states. From a given layer a mixture is not centred unless requested: its body may be frozen.
+All components start equal, so such a mixture starts as a given output layer whatever its gates say. Gates
+are drawn for states of unit size. Centred, they read states at unit size; otherwise `start_from` divides them
+by the size of the states. From a given layer a mixture is not centred unless requested: its body may be
+frozen.
 """
 
 from __future__ import annotations

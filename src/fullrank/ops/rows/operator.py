@@ -58,11 +58,11 @@ def linear_nll(
     pointwise: Pointwise = IDENTITY, reduction: str = "none", ignore_index: int = -100,
     workspace: int | None = None, impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-log p(y) = lse - f(z_y) and the normaliser lse [R] of every row: as `linear_logprob`, but the loss of a
-    confident row keeps its digits.
+    """-log p(y) = lse - f(z_y) and the normaliser lse [R] of every row: as `linear_logprob`, but the loss of
+    a confident row keeps its digits.
 
-    `reduction` applies to the loss, and `ignore_index` is as in `mixture_nll`: a row whose target is ignored is
-    not scored, whatever it holds; its loss and its normaliser are 0.
+    `reduction` applies to the loss, and `ignore_index` is as in `mixture_nll`: a row whose target is ignored
+    is not scored, whatever it holds; its loss and its normaliser are 0.
     """
     check_reduction(targets, reduction, None)
     _, lse, nll = row_losses(rows, weight, targets, bias, pointwise, workspace, impl, ignore_index)
