@@ -202,6 +202,8 @@ def main() -> int:
         earlier = json.loads(options.json.read_text(encoding="utf8"))
         if earlier["commit"] == document["commit"]:
             document = earlier
+    # So that the copies and the tests go with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = document["mutants"]
     last = "full" if options.full else "near" if options.near else "room"
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:

@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "plif_slope_gradient", "ops/pointwise.py",
         "later = sums.sum() - torch.cumsum(sums, 0)", "later = torch.cumsum(sums, 0)",
-        ("ops/test_pointwise.py", "ops/test_matrix.py", "heads/test_plif.py"),
+        ("ops/test_mixture.py", "ops/test_pointwise.py", "heads/test_plif.py"),
         "A PLIF head learns wrong slopes: each slope gets the gradient of the bins below it.",
     ),
     Mutant(
