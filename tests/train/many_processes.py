@@ -55,6 +55,7 @@ _AVERAGED = (
     "optimiser.finetune_lr=10", "optimiser.finetune_epochs=1", "evaluate_every=3", "steps=0", "epochs=0.5",
 )  # fmt: skip
 _UNTIED = ("head.tie=false",)
+_BALANCED = ("head.balance=3",)
 
 
 class Case(NamedTuple):
@@ -70,14 +71,17 @@ class Case(NamedTuple):
 
 CASES = {
     "softmax": Case("awd-lstm", "softmax", _LSTM),
-    "mos": Case("awd-lstm", "mos", (*_LSTM, "accumulate=2")),
+    "mos": Case("awd-lstm", "mos", (*_LSTM, *_BALANCED, "accumulate=2")),
+    "balanced": Case("awd-lstm", "mos", (*_LSTM, *_BALANCED)),
     "transformer": Case("transformer-tiny", "mos", _TRANSFORMER),
     "averaged": Case("awd-lstm", "softmax", (*_LSTM, *_AVERAGED)),
-    "fsdp-mos": Case("awd-lstm", "mos", (*_LSTM, "accumulate=2"), fsdp=True),
+    "fsdp-mos": Case("awd-lstm", "mos", (*_LSTM, *_BALANCED, "accumulate=2"), fsdp=True),
     "fsdp-transformer": Case("transformer-tiny", "mos", _TRANSFORMER, fsdp=True),
     "fsdp-averaged": Case("awd-lstm", "softmax", (*_LSTM, *_AVERAGED), fsdp=True),
     "split-softmax": Case("awd-lstm", "softmax", (*_LSTM, *_UNTIED), vocab_parallel=True),
-    "split-mos": Case("awd-lstm", "mos", (*_LSTM, *_UNTIED, "accumulate=2"), vocab_parallel=True),
+    "split-mos": Case(
+        "awd-lstm", "mos", (*_LSTM, *_UNTIED, *_BALANCED, "accumulate=2"), vocab_parallel=True
+    ),
     "split-sigsoftmax": Case(
         "transformer-tiny", "sigsoftmax", (*_TRANSFORMER, *_UNTIED), vocab_parallel=True
     ),

@@ -33,6 +33,13 @@ def test_what_hinders_a_graph_is_said(settings: tuple[str, ...], sharded: bool, 
     assert said in no_graph(override(recipe("awd-lstm", "mos"), settings), fused("adamw"), sharded=sharded)
 
 
+def test_accumulated_balance_hinders_a_graph() -> None:
+    settings = ["head.balance=1", "accumulate=2", "batch=8"]
+    config = override(recipe("awd-lstm", "mos"), settings)
+    assert "head.balance" in no_graph(config, fused("adamw"), sharded=False)
+    assert not no_graph(override(config, ["accumulate=1"]), fused("adamw"), sharded=False)
+
+
 def test_an_optimiser_without_a_fused_step_is_named() -> None:
     config = override(recipe("awd-lstm", "mos"), ["optimiser.name=nt-asgd"])
     plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)

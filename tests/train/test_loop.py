@@ -323,12 +323,14 @@ def test_monitors_change_no_weight(whole: Callable[[str], Path], shop: Workshop,
         shutil.rmtree(shop.path / out)
 
 
-def test_a_batch_in_parts_is_the_batch(shop: Workshop, out: str) -> None:
+@pytest.mark.parametrize("balance", [0, 3])
+def test_a_batch_in_parts_is_the_batch(shop: Workshop, out: str, balance: int) -> None:
     ends = []
     for parts in (1, 2, 4):
         # AdamW would divide the rounding of a gradient that is nearly zero by its own size.
         plain = ("optimiser.name=nt-asgd", "optimiser.lr=1", "steps=9")
-        config = small("awd-lstm", "mos", *NO_DROPOUT, *plain, f"accumulate={parts}")
+        settings = (*plain, f"accumulate={parts}", f"head.balance={balance}")
+        config = small("awd-lstm", "mos", *NO_DROPOUT, *settings)
         shop.run(config, f"{out}-{parts}")
         ends.append((final(shop.path / f"{out}-{parts}"), shop.log(f"{out}-{parts}")))
     (one, lines), *others = ends
@@ -342,6 +344,32 @@ def test_a_batch_in_parts_is_the_batch(shop: Workshop, out: str) -> None:
                 assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
             if "gradient_norm" in left:
                 assert left["gradient_norm"] == pytest.approx(right["gradient_norm"], rel=1e-4)
+
+
+def test_what_is_balanced_is_what_the_parts_of_a_batch_use(
+    shop: Workshop, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass that measures the use of the components has the dropout masks of the passes with gradients."""
+    from fullrank.heads import Head
+
+    seen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    forward = Head.forward
+
+    def remember(*arguments: Any, **options: Any) -> Any:
+        result = forward(*arguments, **options)
+        if options.get("return_prior"):
+            seen[torch.is_grad_enabled()].append(result[1].exp().mean(0).detach())
+        return result
+
+    monkeypatch.setattr(Head, "forward", remember)
+    settings = (*DROPOUTS, "head.balance=3", "steps=2")
+    shop.run(small("awd-lstm", "mos", *settings, "accumulate=2"), out)
+    assert len(seen[True]) == 4
+    assert all(map(torch.equal, seen[False], seen[True]))
+    assert len(seen[False]) == 4
+    # A batch in one part needs no more than its own pass.
+    shop.run(small("awd-lstm", "mos", *settings), f"{out}-one")
+    assert (len(seen[False]), len(seen[True])) == (4, 6)
 
 
 def test_the_order_of_a_step_is_sgd_by_hand(shop: Workshop, out: str) -> None:

@@ -150,6 +150,35 @@ def test_balance_acts_on_every_mixture_whatever_way_its_loss_took(name: str, spl
     torch.testing.assert_close(found, plain + penalty, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["mos", "moc", "doc"])
+def test_balance_of_the_parts_of_a_batch_is_that_of_the_batch(name: str) -> None:
+    """Rows go to accumulated parts or to processes, whose gradients are averaged."""
+    built = objective(name, dropout=0.0, tie=False, balance=30.0)
+    ids = torch.randint(V, (8, 7), generator=torch.Generator().manual_seed(2))
+    targets = ids.roll(-1, 1)
+    parts = list(zip(ids.split(4), targets.split(4), strict=True))
+    names, parameters = zip(*built.named_parameters(), strict=True)
+
+    def gradients(value: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(value, parameters)
+
+    whole = built(ids, targets)
+    usage = torch.stack([built(*part).usage for part in parts]).mean(0)
+    torch.testing.assert_close(usage, whole.usage, rtol=1e-12, atol=0)
+    predictions = [built(*part, usage=usage) for part in parts]
+    value = torch.stack([prediction.value for prediction in predictions]).mean()
+    torch.testing.assert_close(value, whole.value, rtol=1e-12, atol=0)
+    expected = gradients(whole.value)
+    # The mean of the parts' own balance terms has another gradient.
+    local = gradients(torch.stack([built(*part).value for part in parts]).mean())
+    for of, found, other, alone in zip(names, gradients(value), expected, local, strict=True):
+        torch.testing.assert_close(
+            found, other, rtol=1e-9, atol=1e-12, msg=lambda text, of=of: f"{of}: {text}"
+        )
+        if "gate" in of or "prior" in of:
+            assert (alone - other).abs().max() > 1e-6, of
+
+
 @pytest.mark.parametrize("name", ["mos", "doc"])
 def test_balance_draws_no_masks_of_its_own_and_reaches_the_gate(name: str) -> None:
     ids, targets = batch()

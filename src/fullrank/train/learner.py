@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,13 +24,14 @@ from fullrank.fit.captured import SMALL, Step, can_capture
 from fullrank.heads.vocab_parallel import VocabParallelHead, clip_gradients, ignored_parameters, shard
 from fullrank.models import FullrankForCausalLM
 from fullrank.models.flops import training_flops
+from fullrank.models.randomness import restored_randomness
 from fullrank.text.store import Corpus
 from fullrank.train import evaluate, folder, weights
 from fullrank.train.batches import Batch
 from fullrank.train.checkpoint import Stored
 from fullrank.train.config import Config
 from fullrank.train.model import build, start_at_unigram, width_factors
-from fullrank.train.objective import Carried, Objective
+from fullrank.train.objective import Carried, Objective, Prediction
 from fullrank.train.penalty import Penalties
 
 
@@ -44,12 +45,18 @@ def precision_of(setting: str, device: torch.device) -> str:
 def no_graph(config: Config, inner: torch.optim.Optimizer, *, sharded: bool) -> str:
     """Why a step of such a run cannot be one CUDA graph; no words where it can."""
     reasons = {
+        "head.balance with accumulate above 1 repeats random numbers": _needs_usage(config),
         "jitter=true makes batches of many lengths": config.jitter,
         "what a penalty measured is read between steps": Penalties.of(config.penalty) is not None,
         f"{config.optimiser.name} has no fused step": not can_capture(inner),
         "processes wait for each other": sharded,
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _needs_usage(config: Config) -> bool:
+    """Whether the use of the components must be known before the first part of a batch has its gradients."""
+    return config.head.balance > 0.0 and config.accumulate > 1
 
 
 class Learner:
@@ -226,21 +233,40 @@ class Learner:
     def _gradients(self, ids: Tensor, targets: Tensor, carried: Carried) -> tuple[Tensor, Carried]:
         """Gradients of the batch's mean loss; returns that loss without penalties, and what is carried on."""
         parts = self.config.accumulate
-        device = self.machine.device.type
         total, following = ids.new_zeros((), dtype=torch.float64), []
-        size = ids.shape[0] // parts
-        for number in range(parts):
-            some = slice(number * size, (number + 1) * size)
+        usage = self._usage(ids, targets, carried) if _needs_usage(self.config) else None
+        for number, part in enumerate(self._parts(ids, targets, carried)):
             last = number + 1 == parts
             quiet = contextlib.nullcontext() if last else self.machine.no_sync(self.objective)
             with quiet:
-                before = tuple(tensor[some] for tensor in carried)
-                with torch.autocast(device, torch.bfloat16, enabled=self.half):
-                    out = self.objective(ids[some], targets[some], before)
+                out = self._predicted(*part, usage)
                 self.machine.backward(out.value / parts)
             total += out.nll / parts
             following.append(out.carried)
         return total, tuple(torch.cat(tensors) for tensors in zip(*following, strict=True))
+
+    def _parts(
+        self, ids: Tensor, targets: Tensor, carried: Carried
+    ) -> Iterator[tuple[Tensor, Tensor, Carried]]:
+        size = ids.shape[0] // self.config.accumulate
+        for start in range(0, ids.shape[0], size):
+            rows = slice(start, start + size)
+            yield ids[rows], targets[rows], tuple(tensor[rows] for tensor in carried)
+
+    def _predicted(self, ids: Tensor, targets: Tensor, carried: Carried, usage: Tensor | None) -> Prediction:
+        with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.half):
+            return self.objective(ids, targets, carried, usage)
+
+    @torch.no_grad()
+    def _usage(self, ids: Tensor, targets: Tensor, carried: Carried) -> Tensor:
+        """[K], the mean prior over the components of the whole batch: one more forward pass, whose random
+        numbers are those of the passes that have gradients."""
+        with restored_randomness(self.machine.device):
+            parts = [
+                cast(Tensor, self._predicted(*part, None).usage)
+                for part in self._parts(ids, targets, carried)
+            ]
+        return torch.stack(parts).mean(0)
 
     def _clip(self) -> Tensor:
         most = self.config.optimiser.clip or math.inf

@@ -1,14 +1,23 @@
 """What training minimises: a model's mean nats per token, and penalties on its states and priors.
 
-    loss = nll + activation · mean(h²) + temporal · mean((r_t - r_{t-1})²) + balance · var(m) / mean(m)²
+    loss = nll + activation · mean(h²) + temporal · mean((r_t - r_{t-1})²) + balance · K Σ_k (u_k - 1/K)²
                + z_loss · mean(Σ_k prior_k l_k²) + penalties on the shape of W and h (`penalty.py`)
 
 h [batch, time, H] are the last layer's states as the head reads them and r the same before dropout: the
-penalties of AWD-LSTM (Merity et al. 2017, 1708.02182). m [K] are the priors of a mixture summed over the
-batch: DOC's penalty (Takase et al. 2018, 1808.10143), whose released code sums over time alone and multiplies
-by K - 1. l_k is the logsumexp of component k's scores, which nothing else holds near zero: the auxiliary loss
-of PaLM (Chowdhery et al. 2022, 2204.02311), there with a weight of 1e-4. The model stays a plain one of
-transformers; only a training step has penalties.
+penalties of AWD-LSTM (Merity et al. 2017, 1708.02182). u [K] is the mean of a mixture's prior over the tokens
+of a step. The balance term is the squared coefficient of variation of u: DOC's penalty (Takase et al. 2018,
+1808.10143), whose released code takes it over time alone and multiplies it by K - 1. l_k is the logsumexp of
+component k's scores, which nothing else holds near zero: the auxiliary loss of PaLM (Chowdhery et al. 2022,
+2204.02311), there with a weight of 1e-4. The model stays a plain one of transformers; only a training step
+has penalties.
+
+The balance term is not a mean over tokens. Where a forward pass sees only a part of a step's tokens, with the
+mean prior v, u is a constant and the term is
+
+    K Σ_k ((u_k - 1/K)² + 2 (u_k - 1/K) (v_k - [v_k]))      [v_k] is v_k as a constant
+
+The mean of these terms over equal parts has the value and the gradient of the term of all tokens. `usage` in
+`forward` is u; without it, u is the mean of v over the processes.
 
 Targets [batch, time] are the next tokens, shifted by whoever cut the text: a part of a text ends with a
 target that it does not hold. `carried` is the state of a recurrent body after a part, empty for others.
@@ -23,6 +32,7 @@ from torch import Tensor, nn
 from fullrank.errors import FullrankError
 from fullrank.models import FullrankForCausalLM
 from fullrank.ops.arguments import compute_dtype
+from fullrank.ops.parallel import gather
 from fullrank.train.penalty import Penalties
 
 Carried = tuple[Tensor, ...]
@@ -35,6 +45,8 @@ class Prediction(NamedTuple):
     nll: Tensor
     """Mean nats per token without penalties; detached."""
     carried: Carried
+    usage: Tensor | None = None
+    """[K], the mean prior u over the components that was balanced; detached. None where none is."""
 
 
 class TokenLosses(NamedTuple):
@@ -69,7 +81,9 @@ class Objective(nn.Module):
         self.activation, self.temporal, self.balance, self.z_loss = activation, temporal, balance, z_loss
         self.penalties = penalties
 
-    def forward(self, ids: Tensor, targets: Tensor, carried: Carried = ()) -> Prediction:
+    def forward(
+        self, ids: Tensor, targets: Tensor, carried: Carried = (), usage: Tensor | None = None
+    ) -> Prediction:
         states, _, output = self.model.head_inputs(ids, state=carried or None)
         asked = {"return_prior": self.balance > 0.0, "return_normaliser": self.z_loss > 0.0}
         found = self.model.lm_head(states, targets, context=ids, **asked)
@@ -85,11 +99,14 @@ class Objective(nn.Module):
             before = output.last_hidden_state if before is None else before
             loss = loss + self.temporal * _widened(before).diff(dim=1).square().mean()
         if log_prior is not None:
-            mass = log_prior.exp().sum(0)
-            loss = loss + self.balance * mass.var(correction=0) / mass.mean().square()
+            part = log_prior.exp().mean(0)
+            usage = gather(part.detach()).mean(0) if usage is None else usage
+            excess = usage - 1 / len(usage)
+            terms = excess.square() + 2 * excess * (part - part.detach())
+            loss = loss + self.balance * len(usage) * terms.sum()
         if self.penalties is not None:
             loss = loss + self.penalties(self.model.lm_head.decoder.weight, states[0])
-        return Prediction(loss, nll, _carried(output))
+        return Prediction(loss, nll, _carried(output), usage)
 
 
 def token_losses(
