@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import itertools
+import json
 import os
 import random
 from collections.abc import Callable
@@ -249,6 +250,19 @@ def test_a_short_text_gets_shorter_windows(tiny_tokenizer: Any, tmp_path: Path) 
     assert found.ids.shape[0] >= 8
     assert found.ids.shape[1] == total // 8
     assert found.ids.numel() > total - found.ids.shape[1]
+
+
+def test_a_lone_surrogate_is_replaced_and_said(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "' + "plain words " * 400 + 'a\\ud800b"}\n')
+    with pytest.warns(UserWarning, match=r"^1 places of the text were not valid Unicode"):
+        tokenise(tiny_tokenizer, [path], tokens=10**6, window=64, longest=None)
+    messages: list[str] = []
+    options: dict[str, Any] = {"tokens": 10**6, "window": 64, "longest": None, "warn": messages.append}
+    found = tokenise(tiny_tokenizer, [path], **options)
+    path.write_text(json.dumps({"text": "plain words " * 400 + "a\ufffdb"}))
+    assert torch.equal(found.ids, tokenise(tiny_tokenizer, [path], **options).ids)
+    assert len(messages) == 1
 
 
 def test_a_text_that_is_too_short_is_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:

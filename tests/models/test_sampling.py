@@ -105,6 +105,12 @@ def test_the_unknown_word_and_rows_without_a_token_are_not_drawn() -> None:
         sample(closed, "a zebra", tokens=1)
 
 
+def test_bytes_of_a_command_line_that_are_not_utf8_are_replaced() -> None:
+    model = loaded("transformer", "softmax", vocabulary=Bytes())
+    # As Python reads the byte 255 of an argument.
+    assert prompt_ids(model, "a\udcffb") == prompt_ids(model, "a\ufffdb")
+
+
 def test_bytes_come_back_as_text_and_end_where_the_model_ends_it() -> None:
     one = loaded("transformer", "softmax", vocabulary=Bytes())
     one.model.generation_config.eos_token_id = Bytes.eos

@@ -123,6 +123,27 @@ def test_a_huge_file_is_read_only_where_a_stretch_lies(tmp_path: Path) -> None:
     assert beginning([path], 1000).stretches == ("plain words " * 83 + "plai",)
 
 
+def test_what_is_not_unicode_is_replaced_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+    lines[0].write_text('{"text": "' + "ü " * 1000 + 'a\\ud800b"}\n' + '{"text": "c d"}\n')
+    lines[1].write_bytes(b"plain words " * 400 + b"and \xff then " + b"plain words " * 400)
+    for path in lines:
+        streamed = draw([path], count=100, characters=1000)
+        assert streamed.whole
+        assert (streamed.stretches[0].count("\ufffd"), streamed.replaced) == (1, 1)
+        assert beginning([path], 10_000).replaced == 1
+    # By places: nothing is dropped, and the half of a character before a place is no error.
+    monkeypatch.setattr(sample, "LARGE", 1000)
+    for path in lines:
+        found = draw([path], count=4, characters=path.stat().st_size // 4)
+        assert sum(stretch.count("\ufffd") for stretch in found.stretches) <= found.replaced <= 4
+        assert found.replaced > 0
+    path = tmp_path / "c.txt"
+    path.write_text("ü日🙂 " * 3000, encoding="utf8")
+    for seed in range(8):
+        assert draw([path], count=2, characters=1000, seed=seed).replaced == 0
+
+
 def test_conversations_become_text_by_a_template(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     rows = [{"messages": [{"role": "user", "content": f"number {number}"}]} for number in range(3)]

@@ -348,3 +348,50 @@ def test_a_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("someone/text", "small", "test", True)]
     with pytest.raises(FullrankError, match=r"no network.*NAME:CONFIG:SPLIT"):
         texts_of("no/such")
+
+
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "bad bytes", "parquet", "large_string", "dictionary", "dataset", "chat"]
+)
+def test_lone_surrogates_and_bad_bytes_are_replaced_and_counted(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a surrogate pair, which JavaScript leaves of an emoji, has the rule of bad bytes everywhere."""
+    from pyarrow import parquet
+
+    name, chat = tmp_path / "a.jsonl", None
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b \\ud83d\\ude42 \\ufffd"}\n')
+    if kind == "bad bytes":
+        line = f'{{"text": "a?b 🙂 \ufffd", "other": "{"ä" * 400}"}}\n'
+        name.write_bytes(line.encode().replace(b"?", b"\xff"))
+    elif kind == "chat":
+        name.write_text('{"text": [{"content": "a\\ud800b"}]}\n')
+        chat = lambda messages: messages[0]["content"] + " 🙂 \ufffd"  # noqa: E731
+    elif kind == "dataset":
+        module = types.ModuleType("datasets")
+        rows = [{"text": "a\ud800b 🙂 \ufffd"}]
+        module.load_dataset = lambda *_, **__: iter(rows)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: object())
+        name = Path("some/text")
+    elif kind != "jsonl":
+        name = tmp_path / "a.parquet"
+        data = pyarrow.array([None, "a?b 🙂 \ufffd".encode().replace(b"?", b"\xff")], pyarrow.large_binary())
+        column = data.view(pyarrow.large_string())
+        if kind == "parquet":
+            column = data.cast(pyarrow.binary()).view(pyarrow.string())
+        parquet.write_table(
+            pyarrow.table({"text": column.dictionary_encode() if kind == "dictionary" else column}), name
+        )
+    read = Read()
+    assert [fragment.text for fragment in fragments(find([name]), read, chat)] == ["a\ufffdb 🙂 \ufffd"]
+    assert read.replaced == 1
+
+
+def test_a_nested_column_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    column = pyarrow.ListArray.from_arrays([0, 1], pyarrow.array([b"\xff"]).view(pyarrow.string()))
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(FullrankError, match=r"field 'text' of a.parquet is not UTF-8 .*write the file again"):
+        texts_of(tmp_path / "a.parquet")

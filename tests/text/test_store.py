@@ -462,8 +462,22 @@ def test_rare_bytes_that_are_not_utf8_are_said(tmp_path: Path) -> None:
     write(source / "train.txt", b"plain words \xff\n" + b"plain words\n" * 100)
     messages: list[str] = []
     corpus = prepare([source], DataConfig(level="bytes"), tmp_path / "cache", warn=messages.append)
-    assert messages == ["1 places of the text were not UTF-8 and became U+FFFD"]
+    assert messages == ["1 places of the text were not valid Unicode and became U+FFFD"]
     assert texts(corpus)["train"].startswith("plain words \ufffd\n")
+
+
+@pytest.mark.parametrize("level", ["words", "bytes", "bpe"])
+def test_lone_surrogates_of_json_are_replaced_and_said_once(level: Any, tmp_path: Path) -> None:
+    """Half a surrogate pair, which no tokenizer takes."""
+    documents = ["a\ud800b \ud83d\ude42\n", *(f"plain {n % 3} words\n" for n in range(60))]
+    path = rows(tmp_path / "a.jsonl", documents)
+    messages: list[str] = []
+    config = DataConfig(level=level, bpe_size=300, vocabulary_from="all")
+    corpus = prepare([path], config, tmp_path / "cache", warn=messages.append)
+    # Python's JSON writes the pair above as two escapes, which are one character to a reader.
+    assert texts(corpus)["train"].startswith("a\ufffdb 🙂\n")
+    assert messages == ["1 places of the text were not valid Unicode and became U+FFFD"]
+    assert corpus.splits["train"].bytes == sum(len(text) for text in documents[:55]) + 2 + 2
 
 
 BAD: dict[str, tuple[dict[str, bytes], str]] = {

@@ -44,6 +44,11 @@ def test_words_end_every_line_once() -> None:
     assert (words.size, words.unknown, words.level) == (6, None, "words")
 
 
+def test_a_lone_surrogate_is_read_as_a_replaced_character(bpe: Bpe) -> None:
+    for level in (bpe, Bytes(), Words.build([["a\ufffdb"]])):
+        assert level.encode("a\ud800b") == level.encode("a\ufffdb")
+
+
 @given(
     st.text(st.sampled_from("ab \n\t\r\x0b\x1c\x85\u2028\u3000é"), max_size=60), st.lists(st.integers(0, 60))
 )

@@ -120,7 +120,7 @@ def _notes(prepared: Prepared, settings: Settings) -> list[str]:
     if corpus.skipped:
         notes.append(f"{len(corpus.skipped)} files are no text and were left out: {corpus.skipped[0]} ...")
     if facts["replaced"]:
-        notes.append(f"{facts['replaced']:,} places were not UTF-8 and were read as U+FFFD.")
+        notes.append(f"{facts['replaced']:,} places were not valid Unicode and were read as U+FFFD.")
     if settings.tokens is not None and facts["tokens"] < settings.tokens:
         notes.append(f"{settings.tokens:,} tokens were asked for, the text has {facts['tokens']:,}.")
     return notes

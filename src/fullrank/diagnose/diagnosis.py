@@ -106,6 +106,7 @@ def run(
                 window=settings.window,
                 longest=anatomy.longest(loaded.model),
                 bos=bos,
+                warn=say,
             )
         if not settings.memory:
             memory = default_memory(windows.ids.numel(), build.output.weight)

@@ -20,6 +20,7 @@ import hashlib
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from fullrank.fit.estimates import BLOCK
 from fullrank.models.anatomy import Anatomy, input_device, states, watched
 from fullrank.models.model_files import first_line
 from fullrank.text import sample
+from fullrank.text.documents import replacement_note
 from fullrank.text.standard_library import standard_library
 from fullrank.text.tokenisers import template_of
 
@@ -100,13 +102,14 @@ def tokenise(
     longest: int | None,
     in_order: bool = False,
     bos: bool | None = None,
+    warn: Callable[[str], None] = lambda message: warnings.warn(message, stacklevel=3),
 ) -> Windows:
     """As many windows as `tokens` fill, from all over the files or from the default text.
 
     A text of fewer than three windows gets shorter ones; `longest` is the model's own limit. The windows are
     mixed, so that any part of them is of all sources; `in_order` takes the beginning of the text as it
     stands, for what remembers it. `bos` says whether windows begin with the begin token; None leaves that to
-    the tokenizer.
+    the tokenizer. `warn` gets a sentence if places of the text were not valid Unicode.
     """
     if tokens < LEAST_TOKENS:
         raise FullrankError(f"{tokens} tokens were asked for, expected {LEAST_TOKENS} or more")
@@ -134,6 +137,8 @@ def tokenise(
         if found.whole or ready >= wanted or (files and each > MOST_PER_TOKEN and ready >= LEAST_WINDOWS):
             break
         each *= 2
+    if found.replaced:
+        warn(replacement_note(found.replaced))
     total = sum(len(one.ids) for one in encoded)
     if total < LEAST_TOKENS:
         raise FullrankError(

@@ -24,6 +24,7 @@ from fullrank.errors import FullrankError
 from fullrank.models.anatomy import longest
 from fullrank.models.loading import Loaded, quiet
 from fullrank.models.randomness import restored_randomness, seed_generators
+from fullrank.text.documents import valid_unicode
 
 
 def sample(
@@ -180,8 +181,9 @@ def _generate(
 
 
 def prompt_ids(loaded: Loaded, prompt: str) -> list[int]:
-    """The ids of a prompt, one at least."""
+    """The ids of a prompt, one at least; bytes of a command line that are not UTF-8 become U+FFFD."""
     tokenizer: Any = loaded.tokenizer
+    prompt, _ = valid_unicode(prompt)
     try:
         ids = tokenizer(prompt, verbose=False)["input_ids"]
     except Exception as error:  # the library's own, as for a word that a vocabulary without <unk> lacks

@@ -17,7 +17,7 @@ from fullrank.text import sources as reading
 from fullrank.text import splits as splitting
 from fullrank.text import vocabulary as vocabularies
 from fullrank.text import workers as pool
-from fullrank.text.documents import Fragment, Read
+from fullrank.text.documents import Fragment, Read, replacement_note
 from fullrank.text.formats import BINARY
 from fullrank.text.settings import DataConfig
 from fullrank.text.shards import Writer
@@ -162,7 +162,7 @@ def build(folder: Path, text: Material, progress: Progress, warn: Warn) -> Built
                     f"the {split} split has only blank lines{names}: give text with words in it"
                 )
     if read.replaced:
-        warn(f"{read.replaced:,} places of the text were not UTF-8 and became U+FFFD")
+        warn(replacement_note(read.replaced))
     sources = [{"name": one.name, "bytes": one.bytes, "sha256": one.sha256} for one in text.texts.sources]
     about = {"vocabulary_from": origin, "split_by": text.plan.by, "sources": sources}
     return Built(vocabulary, writers, {**about, "skipped": list(text.texts.skipped)})

@@ -25,6 +25,7 @@ LONGEST = 16 << 20
 """Characters after which a text is cut wherever it is, if no place between two words came."""
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 """A place between two words."""
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Fragment(NamedTuple):
@@ -45,7 +46,21 @@ class Read:
     documents: int = 0
     characters: int = 0
     replaced: int = 0
-    """Places that were not UTF-8 and became U+FFFD."""
+    """Places that were not valid Unicode and became U+FFFD: bytes that are not UTF-8, lone surrogates."""
+
+
+def replacement_note(count: int) -> str:
+    """A sentence about `count` places that became U+FFFD."""
+    return f"{count:,} places of the text were not valid Unicode and became U+FFFD"
+
+
+def valid_unicode(text: str) -> tuple[str, int]:
+    """The text with U+FFFD for every lone surrogate, and how many there were.
+
+    JSON can hold half of a surrogate pair, a command line undecodable bytes, and no tokenizer takes either.
+    """
+    # ASCII is known without a search.
+    return (text, 0) if text.isascii() else SURROGATE.subn("\ufffd", text)
 
 
 def parted(blocks: Iterator[str], documents: Documents, read: Read) -> Iterator[Fragment]:

@@ -6,9 +6,9 @@
     archive   .zip, .tar and compressed tars: every file in it is one of the above
 
 Each may be compressed (.gz, .bz2, .xz, .zst), in an archive too. A byte order mark is dropped. Bytes that are
-not UTF-8 become U+FFFD and are counted; where more than 1% of the characters of a file would, or where there
-are NUL bytes, it is no text. A field that holds a conversation, a list of messages, becomes text by the chat
-template of whoever reads it.
+not UTF-8, and lone surrogates (JSON's "\\ud800" without its second half), become U+FFFD and are counted. A
+file is refused if its beginning, or all of a plain file, has NUL bytes or more than 1% of characters that are
+not UTF-8. A field that holds a conversation, a list of messages, becomes text by the reader's chat template.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from fullrank.errors import FullrankError
 from fullrank.results.reading import require_regular
-from fullrank.text.documents import Read
+from fullrank.text.documents import Read, valid_unicode
 
 Kind = Literal["text", "rows", "table"]
 Chat = Callable[[list[Any]], str]
@@ -216,7 +216,7 @@ def blocks(raw: BinaryIO, name: str, read: Read) -> Iterator[str]:
     read.replaced += replaced
 
 
-def rows(raw: BinaryIO, name: str, field: str, chat: Chat | None) -> Iterator[str]:
+def rows(raw: BinaryIO, name: str, field: str, chat: Chat | None, read: Read) -> Iterator[str]:
     """The documents of a file of JSON lines."""
     file = iter(decompressed(raw, name))
     number = 0
@@ -230,13 +230,14 @@ def rows(raw: BinaryIO, name: str, field: str, chat: Chat | None) -> Iterator[st
             return
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if line.strip():
-            yield from row_of(line, name, number, field, chat)
+            yield from row_of(line, name, number, field, chat, read)
 
 
-def row_of(line: bytes, name: str, number: int, field: str, chat: Chat | None) -> Iterator[str]:
+def row_of(line: bytes, name: str, number: int, field: str, chat: Chat | None, read: Read) -> Iterator[str]:
     """The document of one line of JSON, if its field is not null."""
     try:
-        row = json.loads(line)
+        # Bytes that are not UTF-8 become lone surrogates, which `_field` replaces and counts.
+        row = json.loads(line.decode("utf8", "surrogateescape"))
     # The second for brackets in brackets without end.
     except (ValueError, RecursionError) as error:
         raise FullrankError(
@@ -248,19 +249,34 @@ def row_of(line: bytes, name: str, number: int, field: str, chat: Chat | None) -
             f"line {number} of {name} is a {type(row).__name__}, expected an object such as "
             '{"text": "..."}; give plain text another suffix'
         )
-    yield from _field(row, name, field, chat)
+    yield from _field(row, name, field, chat, read)
 
 
-def table(raw: BinaryIO, name: str, field: str, chat: Chat | None) -> Iterator[str]:
+def table(raw: BinaryIO, name: str, field: str, chat: Chat | None, read: Read) -> Iterator[str]:
     """The documents of a parquet file."""
     file = _parquet(raw, name)
     _require(field, file.schema_arrow.names, name)
     for batch in file.iter_batches(batch_size=1024, columns=[field]):
-        for value in batch.column(0).to_pylist():
-            yield from _field({field: value}, name, field, chat)
+        for value in _values(batch.column(0), name, field):
+            yield from _field({field: value}, name, field, chat, read)
 
 
-def dataset(given: str, field: str, chat: Chat | None, seed: int | None = None) -> Iterator[str]:
+def _values(column: Any, name: str, field: str) -> list[Any]:
+    """The values of a column of a parquet file; bytes that are not UTF-8 as lone surrogates."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError as error:
+        try:
+            encoded = column.cast("large_binary").to_pylist()
+        # The library's own error, for a column of another kind than text.
+        except Exception:
+            raise FullrankError(
+                f"field {field!r} of {name} is not UTF-8 ({error.reason}): write the file again from UTF-8"
+            ) from error
+    return [None if data is None else data.decode("utf8", "surrogateescape") for data in encoded]
+
+
+def dataset(given: str, field: str, chat: Chat | None, read: Read, seed: int | None = None) -> Iterator[str]:
     """The documents of NAME:CONFIG:SPLIT of the datasets library, streamed; with a seed in random order."""
     datasets = needed("datasets", f"{given} is no file here, so it is taken for a dataset", "datasets")
     name, _, rest = given.partition(":")
@@ -268,7 +284,7 @@ def dataset(given: str, field: str, chat: Chat | None, seed: int | None = None) 
     try:
         rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
         for row in rows if seed is None else rows.shuffle(seed=seed, buffer_size=SHUFFLED):
-            yield from _field(row, f"dataset {given}", field, chat)
+            yield from _field(row, f"dataset {given}", field, chat, read)
     except FullrankError:
         raise
     # The library and the hub raise many kinds.
@@ -279,7 +295,8 @@ def dataset(given: str, field: str, chat: Chat | None, seed: int | None = None) 
         ) from error
 
 
-def _field(row: dict[str, Any], name: str, field: str, chat: Chat | None) -> Iterator[str]:
+def _field(row: dict[str, Any], name: str, field: str, chat: Chat | None, read: Read) -> Iterator[str]:
+    """The document of a row, if its field is not null."""
     _require(field, row, name)
     value = row[field]
     if isinstance(value, list) and chat is not None:
@@ -291,7 +308,9 @@ def _field(row: dict[str, Any], name: str, field: str, chat: Chat | None) -> Ite
             f"field {field!r} of {name} holds {type(value).__name__}, expected text: name another one, as "
             "FILE#FIELD or with --column; a list of messages needs a tokenizer with a chat template"
         )
-    yield value
+    text, replaced = valid_unicode(value)
+    read.replaced += replaced
+    yield text
 
 
 def _require(field: str, there: Any, name: str) -> None:

@@ -24,7 +24,7 @@ from typing import BinaryIO
 from fullrank.errors import FullrankError
 from fullrank.text import formats
 from fullrank.text import sources as reading
-from fullrank.text.documents import first_cut, last_cut
+from fullrank.text.documents import Read, first_cut, last_cut
 from fullrank.text.formats import Chat
 from fullrank.text.sources import Source, Texts
 
@@ -32,6 +32,8 @@ LARGE = 32 << 20
 """Bytes from which on a file is read only where a stretch lies."""
 BETWEEN = "\n\n"
 """Parts documents."""
+CONTINUATION = bytes(range(0x80, 0xC0))
+"""Bytes of UTF-8 that no character begins with."""
 MOST_NAMES = 20
 """Sources that a record names."""
 
@@ -44,6 +46,8 @@ class Sample:
     whole: bool
     """Whether no more is to be had: all the text is in these stretches, or they lie side by side."""
     sources: tuple[str, ...]
+    replaced: int = 0
+    """Places of the text that was read which were not valid Unicode and became U+FFFD."""
 
 
 def draw(
@@ -53,13 +57,14 @@ def draw(
     texts = reading.find(names)
     large = [source for source in texts.sources if source.seekable and source.bytes > LARGE]
     rest = [source for source in texts.sources if source not in large]
-    stream = _characters(texts, rest, chat, 4 * count * characters, seed)
+    read = Read()
+    stream = _characters(texts, rest, chat, 4 * count * characters, read, seed)
     streamed, stride, length = _streamed(stream, 2 * count, characters)
     if stride == 1 and not large:
         text = "".join(streamed)
         if not text.strip():
             raise FullrankError(f"{texts.name} holds no text, only blank lines: give text with words in it")
-        return Sample(stretches=(text,), whole=True, sources=_named(texts))
+        return Sample(stretches=(text,), whole=True, sources=_named(texts), replaced=read.replaced)
     more = sum(source.bytes for source in large)
     jitter = random.Random(seed)
     # Every source by its size; of equal parts of what was kept one stretch each, so that none comes twice.
@@ -72,25 +77,25 @@ def draw(
         place = int(more / many * number + jitter.random() * (more / many - characters))
         for source in large:
             if place < source.bytes:
-                stretches.append(_within(source, place, characters, chat))
+                stretches.append(_within(source, place, characters, chat, read))
                 break
             place -= source.bytes
     whole = 2 * count * characters > length + more
-    return Sample(stretches=tuple(stretches), whole=whole, sources=_named(texts))
+    return Sample(stretches=tuple(stretches), whole=whole, sources=_named(texts), replaced=read.replaced)
 
 
 def beginning(names: Sequence[str | Path], characters: int, chat: Chat | None = None) -> Sample:
     """The first characters in order, for what must be read in order."""
     texts = reading.find(names)
-    taken, left = [], characters
-    for text in _characters(texts, list(texts.sources), chat, characters):
+    taken, left, read = [], characters, Read()
+    for text in _characters(texts, list(texts.sources), chat, characters, read):
         taken.append(text[:left])
         left -= len(text)
         if left <= 0:
             break
     if not "".join(taken).strip():
         raise FullrankError(f"{texts.name} holds no text, only blank lines: give text with words in it")
-    return Sample(stretches=("".join(taken),), whole=left > 0, sources=_named(texts))
+    return Sample(stretches=("".join(taken),), whole=left > 0, sources=_named(texts), replaced=read.replaced)
 
 
 def _named(texts: Texts) -> tuple[str, ...]:
@@ -100,20 +105,20 @@ def _named(texts: Texts) -> tuple[str, ...]:
 
 
 def _characters(
-    texts: Texts, sources: list[Source], chat: Chat | None, limit: int, seed: int | None = None
+    texts: Texts, sources: list[Source], chat: Chat | None, limit: int, read: Read, seed: int | None = None
 ) -> Iterator[str]:
     """The text of sources in a row; of a dataset, which may have no end, about so many characters."""
     between = ""
     for dataset, group in itertools.groupby(sources, lambda source: source.kind == "dataset"):
         for source in group if dataset else ():
             taken = 0
-            for row in formats.dataset(source.path, source.field, chat, seed):
+            for row in formats.dataset(source.path, source.field, chat, read, seed):
                 yield between + row
                 between, taken = BETWEEN, taken + len(row)
                 if taken > limit:
                     break
         if not dataset:
-            for fragment in reading.fragments(replace(texts, sources=tuple(group)), chat=chat):
+            for fragment in reading.fragments(replace(texts, sources=tuple(group)), read, chat):
                 yield between if fragment.begins else ""
                 yield fragment.text
                 between = BETWEEN
@@ -146,27 +151,30 @@ def _streamed(texts: Iterator[str], most: int, characters: int) -> tuple[list[st
     return kept, stride, length
 
 
-def _within(source: Source, place: int, characters: int, chat: Chat | None) -> str:
+def _within(source: Source, place: int, characters: int, chat: Chat | None, read: Read) -> str:
     """So many characters of a large file from about a place on, or before its end."""
     with formats.opened(Path(source.path)) as file:
         file.seek(max(0, min(place, source.bytes - 4 * characters)))
         if source.kind == "rows":
-            text = BETWEEN.join(_rows(file, source, characters, chat))
+            text = BETWEEN.join(_rows(file, source, characters, chat, read))
         else:
             data = file.read(4 * characters + 4)
-            text = codecs.getincrementaldecoder("utf8")("ignore").decode(data)
+            # The first character may have begun before.
+            data = data[:3].lstrip(CONTINUATION) + data[3:]
+            text = codecs.getincrementaldecoder("utf8")("replace").decode(data)
+            read.replaced += text.count("\ufffd")
     if "\0" in text:
         raise FullrankError(f"{source.name} has NUL bytes, which no text has: give UTF-8 text")
     text = text[first_cut(text) :]
     return text[: last_cut(text[:characters]) or characters]
 
 
-def _rows(file: BinaryIO, source: Source, characters: int, chat: Chat | None) -> Iterator[str]:
+def _rows(file: BinaryIO, source: Source, characters: int, chat: Chat | None, read: Read) -> Iterator[str]:
     if file.tell():
         file.readline()
     left = 2 * characters
     for line in file:
-        for text in formats.row_of(line, source.name, 0, source.field, chat):
+        for text in formats.row_of(line, source.name, 0, source.field, chat, read):
             yield text
             left -= len(text)
         if left <= 0:

@@ -196,17 +196,17 @@ def fragments(texts: Texts, read: Read | None = None, chat: Chat | None = None) 
         if source.kind == "text":
             yield from parted(formats.blocks(raw, source.name, read), texts.documents, read)
         else:
-            for row in rows(source, raw, chat):
+            for row in rows(source, raw, chat, read):
                 yield from parted(iter([row]), "file", read)
 
 
-def rows(source: Source, raw: BinaryIO, chat: Chat | None = None) -> Iterator[str]:
+def rows(source: Source, raw: BinaryIO, chat: Chat | None, read: Read) -> Iterator[str]:
     """The documents of a source that is no plain text."""
     if source.kind == "rows":
-        return formats.rows(raw, source.name, source.field, chat)
+        return formats.rows(raw, source.name, source.field, chat, read)
     if source.kind == "table":
-        return formats.table(raw, source.name, source.field, chat)
-    return formats.dataset(source.path, source.field, chat)
+        return formats.table(raw, source.name, source.field, chat, read)
+    return formats.dataset(source.path, source.field, chat, read)
 
 
 def opened(sources: Iterable[Source]) -> Iterator[tuple[Source, BinaryIO]]:

@@ -112,7 +112,7 @@ def plan(texts: Texts, config: DataConfig, chat: Chat | None = None) -> Plan:
 
 def _count(source: Source, raw: BinaryIO, texts: Texts, chat: Chat | None) -> int:
     if source.kind != "text":
-        return sum(1 for row in reading.rows(source, raw, chat) if row.strip())
+        return sum(1 for row in reading.rows(source, raw, chat, Read()) if row.strip())
     blocks = formats.blocks(raw, source.name, Read())
     if texts.documents != "file":
         return sum(fragment.begins for fragment in parted(blocks, texts.documents, Read()))
@@ -170,7 +170,7 @@ def assigned(
         if source.kind == "text":
             documents = parted(formats.blocks(raw, source.name, read), texts.documents, read)
         else:
-            rows = reading.rows(source, raw, chat)
+            rows = reading.rows(source, raw, chat, read)
             documents = (fragment for row in rows for fragment in parted(iter([row]), "file", read))
         number = -1
         for fragment in documents:

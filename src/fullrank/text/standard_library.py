@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fullrank.errors import FullrankError
+from fullrank.text.documents import valid_unicode
 
 PIECE = 6000
 """Characters after which a long document of the default text is cut, so that none rules a short sample."""
@@ -133,7 +134,7 @@ def _docstrings(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False)
             if text is not None and len(text) >= SHORTEST_DOCSTRING:
-                yield inspect.cleandoc(text)
+                yield valid_unicode(inspect.cleandoc(text))[0]
 
 
 def _paragraphs(text: str) -> Iterator[str]:

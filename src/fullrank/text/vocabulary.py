@@ -30,6 +30,7 @@ import numpy as np
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
 from fullrank.results.reading import read_json, read_text
+from fullrank.text.documents import valid_unicode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -79,7 +80,11 @@ class Vocabulary(ABC):
     """Stands for a word that is not in the vocabulary."""
 
     def encode(self, text: str, *, end: bool = True) -> list[int]:
-        """The ids of a whole text; without `end` it may go on, as a prompt does."""
+        """The ids of a whole text; without `end` it may go on, as a prompt does.
+
+        Lone surrogates become U+FFFD, as in text that is read from a file.
+        """
+        text, _ = valid_unicode(text)
         return [int(token) for piece in self.stream([text], end=end) for token in piece.ids]
 
     @abstractmethod
