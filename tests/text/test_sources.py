@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullrank.errors import FullrankError
-from fullrank.text import documents, formats, sources
+from fullrank.text import documents, formats, json_records, sources
 from fullrank.text.documents import Read
 from fullrank.text.sources import find, fragments
 
@@ -395,3 +395,125 @@ def test_a_nested_column_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     with pytest.raises(FullrankError, match=r"field 'text' of a.parquet is not UTF-8 .*write the file again"):
         texts_of(tmp_path / "a.parquet")
+
+
+ROW = st.dictionaries(st.text(max_size=4), st.text(max_size=9) | st.floats(allow_nan=False) | st.none())
+
+
+@settings(max_examples=40)
+@given(
+    written=st.lists(ROW.map(lambda row: {**row, "text": "a"}), max_size=9),
+    indent=st.sampled_from([None, 1]),
+    form=st.sampled_from(["array", "lines", "held"]),
+    escaped=st.booleans(),
+    step=st.integers(1, 30),
+)
+def test_json_in_blocks_of_any_size_has_the_same_records(
+    written: list[dict[str, Any]], indent: int | None, form: str, escaped: bool, step: int
+) -> None:
+    held = {"version": [1], "data": written} if written else []
+    shown = [held if form == "held" else written] if form != "lines" else written
+    text = "\n".join(json.dumps(value, indent=indent, ensure_ascii=escaped) for value in shown) + "\n"
+    blocks = (text[start : start + step] for start in range(0, len(text), step))
+    assert list(json_records.records(blocks, "a.json", "text")) == written
+
+
+def test_a_json_array_is_read_while_it_is_parsed() -> None:
+    blocks = iter(["[", *['{"text": "a"},'] * 1000, '{"text": "b"}]'])
+    assert next(json_records.records(blocks, "a.json", "text")) == {"text": "a"}
+    assert len(list(blocks)) > 990
+
+
+@pytest.mark.parametrize(
+    "suffix", [".json", ".JSON", ".json.gz", ".json.zst", ".json in a zip", ".json in a directory"]
+)
+def test_json_files_are_read_as_records(suffix: str, tmp_path: Path) -> None:
+    """As JSON lines are: the same field, no brackets in the text."""
+    data = json.dumps([{"text": "one ü", "id": 1}, {"text": None}, {"text": "two\n"}], indent=1).encode()
+    name = tmp_path / f"a{suffix.split(' in ')[0]}"
+    name.write_bytes(
+        gzip.compress(data) if suffix == ".json.gz"
+        else zstandard.ZstdCompressor().compress(data) if suffix == ".json.zst"
+        else b"\xef\xbb\xbf" + data
+    )  # fmt: skip
+    if suffix.endswith("zip"):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+            archive.write(name, "in/a.json")
+        name = tmp_path / "a.zip"
+    assert texts_of(tmp_path if suffix.endswith("directory") else name) == ["one ü", "two\n"]
+    if suffix == ".json":
+        assert texts_of(f"{name}#text") == ["one ü", "two\n"]
+
+
+def test_an_object_alone_is_a_record_or_holds_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for document, expected in (
+        ({"text": "one", "data": [{"text": "two"}]}, ["one"]),
+        ({"version": 1, "data": [{"text": "one"}, {"text": "two"}]}, ["one", "two"]),
+        ([], []),
+    ):
+        path.write_text(json.dumps(document))
+        assert texts_of(path) == expected
+
+
+def test_conversations_in_a_json_array_go_through_the_template(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"messages": [{"content": f"number {n}"}]} for n in range(2)]))
+    read = Read()
+    found = fragments(find([f"{path}#messages"]), read, lambda messages: messages[0]["content"])
+    assert [fragment.text for fragment in found] == ["number 0", "number 1"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            json.dumps([{"instruction": "a", "input": "", "output": "b"}]),
+            r"a.json has no field 'text', it has instruction, input, output: name one, as FILE#FIELD",
+        ),
+        (json.dumps({"name": "a", "scripts": {}}), "no field 'text', it has name, scripts: name one"),
+        (json.dumps({f"k{n}": n for n in range(99)}), "k8, k9 and 89 more: name one"),
+        (
+            json.dumps({"train": [{"text": "a"}], "test": [{"text": "b"}]}),
+            r"several arrays .*\(train, test\)",
+        ),
+        ('["one", "two"]', "holds a str as record 1: expected an array of objects"),
+        ('"text"', "holds a str as record 1"),
+        ('[{"text": "a"}, {"text": }]', r"record 2 \(Expecting value\): is it whole"),
+        ('[{"text": "a"}, {"text": }, {"text": "b"}]', r"at record 2 \(Expecting value\): expected an array"),
+        ('[{"text": "a"} {"text": "b"}]', r"no JSON at record 1 \('\{' follows it\)"),
+        ('[{"text": "a"}] more', "goes on after the end of its array"),
+        ('[{"text": "a"}, {"text": "b', r"at its end, record 2 \(Unterminated string starting at\)"),
+        ('[{"text": "a"},', r"at its end, record 1 \(the array has no end\): is it whole"),
+        ('[{"text": "a"}', r"record 1 \(the array has no end\)"),
+        ('[{"text": ' + "[" * 99_999, "nested too deeply"),
+    ],
+)
+def test_json_that_is_no_records_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(FullrankError, match=message) as caught:
+        texts_of(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_json_without_records_is_left_out_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "package.json").write_text('{"name": "a"}')
+    with pytest.raises(
+        FullrankError, match=r"holds no text: .*package.json has no field 'text', it has name"
+    ):
+        find([tmp_path])
+    (tmp_path / "a.txt").write_text("text")
+    found = find([tmp_path])
+    assert whole_documents(found) == ["text"]
+    assert found.skipped == ("package.json",)
+
+
+def test_a_record_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_records, "memory", lambda: 8000)
+    blocks = iter(['[{"text": "', *["a" * 100] * 1000])
+    with pytest.raises(
+        FullrankError, match=r"a.json has a record of more than .*save the records as JSON lines"
+    ):
+        list(json_records.records(blocks, "a.json", "text"))
+    assert len(list(blocks)) > 900

@@ -466,6 +466,22 @@ def test_rare_bytes_that_are_not_utf8_are_said(tmp_path: Path) -> None:
     assert texts(corpus)["train"].startswith("plain words \ufffd\n")
 
 
+def test_a_json_file_is_read_as_records_even_where_it_was_read_as_text_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache remembers files by name, size and time."""
+    records = [{"text": f"text {n % 5}\n", "id": f"id {n}"} for n in range(60)]
+    path = write(tmp_path / "a.json", json.dumps(records, indent=1))
+    os.utime(path, (10**9, 10**9))
+    config = DataConfig(vocabulary_from="all")
+    with monkeypatch.context() as patched:
+        patched.delitem(formats.KINDS, ".json")
+        assert '"text":' in prepare([path], config, tmp_path / "cache").vocabulary.to_json()["words"]
+    corpus = prepare([path], config, tmp_path / "cache")
+    assert corpus.vocabulary.to_json()["words"] == ["text", "0", "<eos>", "1", "2", "3", "4"]
+    assert [split.documents for split in corpus.splits.values()] == [54, 3, 3]
+
+
 @pytest.mark.parametrize("level", ["words", "bytes", "bpe"])
 def test_lone_surrogates_of_json_are_replaced_and_said_once(level: Any, tmp_path: Path) -> None:
     """Half a surrogate pair, which no tokenizer takes."""
@@ -483,7 +499,7 @@ def test_lone_surrogates_of_json_are_replaced_and_said_once(level: Any, tmp_path
 BAD: dict[str, tuple[dict[str, bytes], str]] = {
     "no file": ({}, "holds no text"),
     "empty file": ({"a.txt": b""}, "holds no text"),
-    "only binary": ({"a.bin": b"\0\1"}, r"holds no text \(1 files are no text, such as a.bin\)"),
+    "only binary": ({"a.bin": b"\0\1"}, r"text holds no text: .*a\.bin is binary"),
     "blank": ({"a.txt": b"\n \n\n\n"}, "only blank lines"),
     "few lines": ({"a.txt": b"a\nb\n"}, "2 lines or documents leave 0 for training"),
     "one line": ({"a.txt": b"a b c d"}, r"1 lines or documents leave 0 .* train.txt, valid.txt and test.txt"),

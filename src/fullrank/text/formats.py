@@ -2,6 +2,7 @@
 
     plain     any UTF-8 file: one document, or its lines or paragraphs (`documents.py`)
     rows      .jsonl, .ndjson: a line is an object, and one of its fields a document
+    json      .json: an array of such objects (`json_records.py`)
     table     .parquet, .pq: a row is a document
     archive   .zip, .tar and compressed tars: every file in it is one of the above
 
@@ -27,9 +28,10 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from fullrank.errors import FullrankError
 from fullrank.results.reading import require_regular
+from fullrank.text import json_records
 from fullrank.text.documents import Read, valid_unicode
 
-Kind = Literal["text", "rows", "table"]
+Kind = Literal["text", "rows", "json", "table"]
 Chat = Callable[[list[Any]], str]
 """Makes a text of the messages of a conversation."""
 
@@ -42,8 +44,12 @@ LARGEST_BAD_SHARE = 0.01
 COMPRESSED = {".gz": 4, ".tgz": 4, ".bz2": 4, ".tbz2": 4, ".xz": 5, ".txz": 5, ".zst": 4}
 """Suffixes of compressed files, and how much larger than the file its content is taken to be."""
 TARS = (".tar", ".tgz", ".tbz2", ".txz")
-ROWS = (".jsonl", ".ndjson")
-TABLES = (".parquet", ".pq")
+KINDS: dict[str, Kind] = {
+    ".jsonl": "rows", ".ndjson": "rows", ".json": "json", ".parquet": "table", ".pq": "table"
+}  # fmt: skip
+"""By suffix; all others are plain text."""
+MOST_NAMED = 10
+"""Fields that an error names."""
 SHUFFLED = 10_000
 """Rows of a dataset that are mixed with each other, beside its files."""
 BINARY = "is binary, it has NUL bytes: give a file of UTF-8 text"
@@ -62,30 +68,29 @@ class Found(NamedTuple):
 
 
 def kind_of(name: str) -> Kind:
-    suffix = Path(_uncompressed(name)).suffix.lower()
-    return "rows" if suffix in ROWS else "table" if suffix in TABLES else "text"
+    return KINDS.get(Path(_uncompressed(name)).suffix.lower(), "text")
 
 
 def is_archive(path: Path) -> bool:
     return path.suffix.lower() == ".zip" or _is_tar(path.name)
 
 
-def look(path: Path) -> list[Found]:
-    """What a file holds: itself, or the files of an archive."""
+def look(path: Path, field: str) -> list[Found]:
+    """What a file holds: itself, or the files of an archive; `field` is that of its records."""
     if not is_archive(path):
         with opened(path) as raw:
-            return [_look("", path.name, path.stat().st_size, raw)]
+            return [_look("", path.name, path.stat().st_size, raw, field)]
     found: dict[str, Found] = {}
     for name, size, raw in members(path):
         # An archive may hold a name twice; the first is read.
         if name not in found:
-            found[name] = _look(name, name, size, raw)
+            found[name] = _look(name, name, size, raw, field)
     if not found:
         raise FullrankError(f"{path} is an archive without files: give one with text in it")
     return list(found.values())
 
 
-def _look(member: str, name: str, size: int, raw: BinaryIO) -> Found:
+def _look(member: str, name: str, size: int, raw: BinaryIO, field: str) -> Found:
     kind = kind_of(name)
     size *= COMPRESSED.get(Path(name).suffix.lower(), 1)
     if kind == "table":
@@ -105,7 +110,24 @@ def _look(member: str, name: str, size: int, raw: BinaryIO) -> Found:
     except Exception as error:
         reason = f"cannot be decompressed ({error}): is it whole? Copy it again, or leave it out"
         return Found(member, kind, size, reason)
-    return Found(member, kind, size, _reason(data))
+    reason = _reason(data)
+    if kind == "json" and not reason:
+        # Directories hold settings as .json beside the texts.
+        reason = _no_record(data, name, field)
+    return Found(member, kind, size, reason)
+
+
+def _no_record(data: bytes, name: str, field: str) -> str:
+    """Why the beginning of a .json file has no record with the field; empty if it has, or is too short."""
+    text = data.removeprefix(codecs.BOM_UTF8).decode("utf8", "surrogateescape")
+    try:
+        record = next(json_records.records(iter([text]), name, field), None)
+        if record is not None:
+            _require(field, record, name)
+    except FullrankError as error:
+        cut_off = len(data) == LOOK and isinstance(error, json_records.UnfinishedError)
+        return "" if cut_off else str(error).removeprefix(f"{name} ")
+    return ""
 
 
 def _reason(data: bytes) -> str:
@@ -252,6 +274,28 @@ def row_of(line: bytes, name: str, number: int, field: str, chat: Chat | None, r
     yield from _field(row, name, field, chat, read)
 
 
+def json_rows(raw: BinaryIO, name: str, field: str, chat: Chat | None, read: Read) -> Iterator[str]:
+    """The documents of a .json file."""
+    for record in json_records.records(_decoded(raw, name), name, field):
+        yield from _field(record, name, field, chat, read)
+
+
+def _decoded(raw: BinaryIO, name: str) -> Iterator[str]:
+    """A file in blocks of text; bytes that are not UTF-8 as lone surrogates."""
+    decoder = codecs.getincrementaldecoder("utf8")("surrogateescape")
+    file, first = decompressed(raw, name), True
+    while True:
+        try:
+            data = file.read(READ)
+        except Exception as error:
+            raise _broken(name, error) from error
+        if first:
+            data, first = data.removeprefix(codecs.BOM_UTF8), False
+        yield decoder.decode(data, final=not data)
+        if not data:
+            return
+
+
 def table(raw: BinaryIO, name: str, field: str, chat: Chat | None, read: Read) -> Iterator[str]:
     """The documents of a parquet file."""
     file = _parquet(raw, name)
@@ -315,9 +359,11 @@ def _field(row: dict[str, Any], name: str, field: str, chat: Chat | None, read: 
 
 def _require(field: str, there: Any, name: str) -> None:
     if field not in there:
+        names = list(map(str, there))
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         raise FullrankError(
-            f"{name} has no field {field!r}, it has {', '.join(there)}: name one, as FILE#FIELD or with "
-            "--column"
+            f"{name} has no field {field!r}, it has {', '.join(names[:MOST_NAMED]) or 'none'}{more}: name "
+            "one, as FILE#FIELD or with --column, or join several into one first"
         )
 
 
@@ -325,7 +371,9 @@ def _parquet(raw: BinaryIO, name: str) -> Any:
     parquet = needed("pyarrow.parquet", f"{name} is a parquet file")
     try:
         # Its end is read first, and only a file on disk can be read from its end.
-        plain = Path(name).suffix.lower() in TABLES and isinstance(getattr(raw, "raw", None), io.FileIO)
+        plain = KINDS.get(Path(name).suffix.lower()) == "table" and isinstance(
+            getattr(raw, "raw", None), io.FileIO
+        )
         return parquet.ParquetFile(raw if plain else io.BytesIO(decompressed(raw, name).read()))
     except Exception as error:
         raise FullrankError(

@@ -50,7 +50,7 @@ class Source:
     """A file, a file in an archive, or a dataset, looked at but not read."""
 
     name: str
-    kind: Literal["text", "rows", "table", "dataset"]
+    kind: Literal["text", "rows", "json", "table", "dataset"]
     path: str
     """Of the file or the archive; of a dataset NAME:CONFIG:SPLIT."""
     member: str = ""
@@ -137,7 +137,7 @@ def look(found: Iterable[Named], names: Sequence[str | Path], documents: Documen
             sources.append(Source(name=one.name, kind="dataset", path=one.name, field=one.field, bytes=0))
             continue
         try:
-            inside = formats.look(one.path)
+            inside = formats.look(one.path, one.field)
         except FullrankError as error:
             if one.given or not formats.is_archive(one.path):
                 raise
@@ -161,8 +161,11 @@ def look(found: Iterable[Named], names: Sequence[str | Path], documents: Documen
                     )
                 )
     if not any(source.bytes or source.kind == "dataset" for source in sources):
-        also = f" ({len(skipped)} files are no text, such as {next(iter(skipped))})" if skipped else ""
-        raise FullrankError(f"{', '.join(map(str, names))} holds no text{also}: give files of UTF-8 text")
+        given = ", ".join(map(str, names))
+        if skipped:
+            more = f", and {len(skipped) - 1} more files are none" if len(skipped) > 1 else ""
+            raise FullrankError(f"{given} holds no text{more}: {next(iter(skipped.values()))}")
+        raise FullrankError(f"{given} holds no text: give files of UTF-8 text")
     first = Path(str(names[0]))
     title = (first.resolve().name if first.exists() else str(first)) or str(first)
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -204,6 +207,8 @@ def rows(source: Source, raw: BinaryIO, chat: Chat | None, read: Read) -> Iterat
     """The documents of a source that is no plain text."""
     if source.kind == "rows":
         return formats.rows(raw, source.name, source.field, chat, read)
+    if source.kind == "json":
+        return formats.json_rows(raw, source.name, source.field, chat, read)
     if source.kind == "table":
         return formats.table(raw, source.name, source.field, chat, read)
     return formats.dataset(source.path, source.field, chat, read)

@@ -31,7 +31,7 @@ import numpy as np
 from fullrank.errors import FullrankError
 from fullrank.results.files import write_whole
 from fullrank.results.reading import read_json
-from fullrank.text import build, shards, stages, tokenisers, workers
+from fullrank.text import build, formats, shards, stages, tokenisers, workers
 from fullrank.text import sources as reading
 from fullrank.text import splits as splitting
 from fullrank.text import vocabulary as vocabularies
@@ -115,7 +115,9 @@ def prepare(
     progress("reading", 0.0)
     listing = splitting.chosen(reading.listed(sources), sources)
     settings = dataclasses.asdict(config)
-    start = start_of([settings, [[one.name, one.field] for one in listing]], _files(listing, config))
+    # The kind too: another version may read a suffix in another way.
+    named = [[one.name, one.field, formats.kind_of(one.name)] for one in listing]
+    start = start_of([settings, named], _files(listing, config))
 
     def make() -> tuple[str, Callable[[Path], Built]]:
         texts = build.look(listing, sources, config, warn)
