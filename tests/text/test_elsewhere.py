@@ -128,12 +128,14 @@ def test_what_is_no_tokens_is_refused(tmp_path: Path) -> None:
     said(source, vocabulary_size=90)
     (source / "train.bin").write_bytes(b"odd")
     refused("cannot be read as tokens")
+    flat(source, train=np.arange(90))
+    refused(r"data.test_share=0 leaves a split empty", DataConfig(vocabulary_size=90, test_share=0))
     (source / "train.bin").unlink()
     np.save(source / "train.npy", np.zeros((2, 2)))
     refused(r"holds float64 of shape \(2, 2\)")
     np.save(source / "train.npy", np.full(30, -1))
     refused("token -1 is negative")
     np.save(source / "train.npy", np.zeros(0, dtype=np.uint16))
-    refused("split has no token")
+    refused("0 tokens leave 0 for training beside 1 for test")
     assert stages.MANIFEST not in {path.name for path in source.iterdir()}
     assert store.FORMAT == 2

@@ -109,6 +109,37 @@ def test_an_archive_may_name_its_splits(tmp_path: Path) -> None:
     assert split_of([path]) == {name: [f"{name} text\n"] for name in SPLITS}
 
 
+def test_an_archive_without_a_split_gives_the_end_of_train(tmp_path: Path) -> None:
+    import zipfile
+
+    path = tmp_path / "corpus.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, count in (("test", 2), ("train", 20)):
+            archive.writestr(f"data/{name}.txt", "".join(f"{name} {n}\n" for n in range(count)))
+    found = split_of([path])
+    assert found["valid"] == ["train 19\n"]
+    assert found["test"] == ["test 0\ntest 1\n"]
+    assert found["train"] == ["".join(f"train {n}\n" for n in range(19))]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("test", "valid"):
+            archive.writestr(f"data/{name}.txt", f"{name}\n")
+    with pytest.raises(FullrankError, match=r"a split for valid .* and test .*, none for train: add a file"):
+        split_of([path])
+
+
+def test_many_training_files_are_dealt_out_whole_beside_a_named_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "MANY", 20)
+    for number in range(20):
+        (tmp_path / f"train-{number:02d}.txt").write_text(f"a {number}\nb {number}\n")
+    (tmp_path / "valid.txt").write_text("one\ntwo\n")
+    found = split_of([tmp_path], DataConfig(test_share=0.1))
+    assert found["valid"] == ["one\ntwo\n"]
+    assert [len(found[name]) for name in SPLITS] == [18, 1, 2]
+    assert all(text.startswith("a ") and text.count("\n") == 2 for text in found["train"] + found["test"])
+
+
 def test_datasets_name_their_splits_or_are_cut_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("datasets")
     module.load_dataset = lambda name, config, *, split, streaming: iter(  # type: ignore[attr-defined]
@@ -119,6 +150,9 @@ def test_datasets_name_their_splits_or_are_cut_in_stretches(monkeypatch: pytest.
     named = split_of([f"some/test-text:small:{name}" for name in ("train", "validation", "test")])
     assert [len(named[name]) for name in SPLITS] == [2500, 3, 3]
     assert named["valid"][0] == "validation 0"
+    cut = split_of(["some/test-text:small:train", "some/test-text:small:test"], DataConfig(valid_share=0.01))
+    assert cut["valid"] == [f"train {n}" for n in (*range(990, 1000), *range(1990, 2000))]
+    assert [len(cut[name]) for name in SPLITS] == [2480, 20, 3]
     one = split_of(["some/test-text:small:train"], DataConfig(test_share=0.01))
     assert one["test"] == [f"train {n}" for n in (*range(990, 1000), *range(1990, 2000))]
     assert [len(one[name]) for name in SPLITS] == [2380, 100, 20]

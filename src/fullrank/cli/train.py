@@ -35,11 +35,12 @@ class Train:
     """A run to begin from, at a step that it keeps (default: its last checkpoint), with its settings and text
     but for what --head, --set, --data or --tokens change."""
     data: tuple[Path, ...] = ()
-    """A directory or archive with train, valid and test text, or any files (plain, .jsonl, .parquet, also
-    compressed or in archives), directories and hub datasets NAME:CONFIG:SPLIT, whose ends are held out.
-    FILE#FIELD names the field of rows."""
+    """A directory or archive with train, valid and test text, or any files (plain, .json, .jsonl, .parquet,
+    also compressed or in archives), directories and hub datasets NAME:CONFIG:SPLIT. Missing splits are cut
+    from the end of train. FILE#FIELD names the field of rows."""
     tokens: Path | None = None
-    """A directory with tokens made elsewhere, train.bin and so on, in place of --data."""
+    """A directory with tokens made elsewhere, train.bin and so on, in place of --data; missing splits are cut
+    from the end of train."""
     verify: bool = False
     """Read all tokens once more to see that no byte of them has changed."""
     out: Path = Path("runs/train")

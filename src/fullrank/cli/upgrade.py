@@ -43,8 +43,8 @@ class Upgrade:
     out: Path = Path("runs/upgrade")
     """New directory for the model, its tokenizer and card (README.md), results.json and report.html."""
     train: tuple[Path, ...] = ()
-    """Text to train the head on, the body frozen: files (also .jsonl, .parquet, compressed, in archives),
-    directories, hub datasets, read from all over. Without any, the head is not trained."""
+    """Text to train the head on, the body frozen: files (also .json, .jsonl, .parquet, compressed, in
+    archives), directories, hub datasets, read from all over. Without any, the head is not trained."""
     train_default: bool = False
     """Train on English text that this Python installation carries."""
     teacher: str | None = None

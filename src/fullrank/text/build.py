@@ -72,7 +72,8 @@ def look(
     listing: list[reading.Named], sources: Sequence[str | Path], config: DataConfig, warn: Warn
 ) -> Texts:
     texts = reading.look(listing, sources, config.documents)
-    named = len(listing) < 2 or {splitting.role(one.name) for one in listing} >= set(SPLITS)
+    roles = {splitting.role(one.name) for one in listing}
+    named = len(listing) < 2 or (len(roles) > 1 and None not in roles)
     for name, reason in zip(texts.skipped, texts.reasons, strict=True):
         own = splitting.role(name)
         if named and own and own not in {splitting.role(source.name) for source in texts.sources}:
@@ -157,15 +158,15 @@ def build(folder: Path, text: Material, progress: Progress, warn: Warn) -> Built
         for split, writer in writers.items():
             if not writer.documents:
                 own = [one.name for one in text.texts.sources if splitting.role(one.name) == split]
-                names = f" ({', '.join(own)})" if own and text.plan.by == "names" else ""
+                names = f" ({', '.join(own)})" if own and text.plan.by != "lines" else ""
                 raise FullrankError(
                     f"the {split} split has only blank lines{names}: give text with words in it"
                 )
     if read.replaced:
         warn(replacement_note(read.replaced))
     sources = [{"name": one.name, "bytes": one.bytes, "sha256": one.sha256} for one in text.texts.sources]
-    about = {"vocabulary_from": origin, "split_by": text.plan.by, "sources": sources}
-    return Built(vocabulary, writers, {**about, "skipped": list(text.texts.skipped)})
+    about = {"vocabulary_from": origin, "split_by": text.plan.by, "from_train": list(text.plan.missing)}
+    return Built(vocabulary, writers, {**about, "sources": sources, "skipped": list(text.texts.skipped)})
 
 
 def _batches(

@@ -5,8 +5,8 @@
     DIR/tokens.json                         {"vocabulary_size": 50257, "dtype": "uint16", "end": 50256,
                                              "tokenizer": "tokenizer.json"}, each of them optional
 
-A word of a file's name says its split (`splits.py`). Where validation or test are missing, the ends of the
-training tokens are taken. The size of the vocabulary comes from tokens.json, data.vocabulary_size or the
+A word of a file's name says its split (`splits.py`). Missing splits are cut from the end of the training
+tokens, by the rule of text. The size of the vocabulary comes from tokens.json, data.vocabulary_size or the
 tokenizer; every id is checked against it. A store of our own is taken as it is. Without a tokenizer a
 model can be trained and evaluated, and neither read nor write text; bits per byte are then unknown. With one
 the bytes of the text are those of its tokens.
@@ -26,7 +26,7 @@ import numpy as np
 from fullrank.errors import FullrankError
 from fullrank.results.files import sha256
 from fullrank.results.reading import NotRegularError, read_json, require_plain
-from fullrank.text import shards, store, tokenisers
+from fullrank.text import shards, splits, store, tokenisers
 from fullrank.text.build import Built, Progress, Warn
 from fullrank.text.settings import DataConfig
 from fullrank.text.splits import SPLITS, role
@@ -168,13 +168,13 @@ def _copy(
     vocabulary.save(folder)
     arrays = {split: _tokens(paths, said) for split, paths in files.items()}
     counts = {split: sum(map(len, group)) for split, group in arrays.items()}
-    shares = {"valid": config.valid_share, "test": config.test_share}
-    missing = {
-        split: round(counts["train"] * share) for split, share in shares.items() if split not in arrays
-    }
+    missing = [split for split in SPLITS if split not in arrays]
+    splits.check_shares(missing, config)
+    held = splits.held_out(counts["train"], missing, config)
+    splits.require_rest(counts["train"], held, "tokens")
     # Where each split ends in the training files.
-    ends, place = {}, counts["train"] - sum(missing.values())
-    for split, count in {"train": 0, **missing}.items():
+    ends, place = {}, counts["train"] - sum(held.values())
+    for split, count in {"train": 0, **held}.items():
         ends[split] = place = place + count
     sizes = vocabulary.byte_lengths() if isinstance(vocabulary, Bpe) else np.zeros(vocabulary.size, np.int64)
     done = 0
@@ -198,9 +198,9 @@ def _copy(
         for paths in files.values()
         for path in paths
     ]
-    by = "names" if not missing else "names, the end of train for the rest"
-    about = {"vocabulary_from": "tokens", "split_by": by, "sources": sources, "skipped": []}
-    return Built(vocabulary, writers, about)
+    by = splits.FROM_TRAIN if missing else "names"
+    about = {"vocabulary_from": "tokens", "split_by": by, "from_train": missing, "sources": sources}
+    return Built(vocabulary, writers, {**about, "skipped": []})
 
 
 def _parts(group: list[np.ndarray]) -> Iterator[np.ndarray]:

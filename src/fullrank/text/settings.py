@@ -25,6 +25,7 @@ class DataConfig:
     documents: Literal["file", "line", "blank"] = "file"
     """What a document is in a file of plain text: the file, a line, or what stands between blank lines."""
     valid_share: float = 0.05
-    """Of every source, the part before its end that becomes the validation split where none is given."""
+    """Of every training source, the part before its end that becomes the validation split where none is
+    named."""
     test_share: float = 0.05
-    """Of every source, the end that becomes the test split where none is given."""
+    """Of every training source, the end that becomes the test split where none is named."""

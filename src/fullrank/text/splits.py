@@ -2,12 +2,14 @@
 
 - One directory or archive, or files, with names like train.txt, wiki.valid.tokens, test-2.jsonl.gz, or
   datasets NAME:CONFIG:SPLIT: a word of the name says which split a source is (train, training; valid,
-  validation, val, dev; test). Two of the three without the third is an error; one alone says nothing. Other
-  files of that directory are not read.
-- Anything else: the last `test_share` of every source is the test split, the `valid_share` before it the
-  validation split, the rest is trained on, so that all three are of all sources. What is counted are the
-  lines of plain text, else documents (rows, or what `documents` says). Many small files are dealt out whole.
-  A dataset, whose end is not known, is cut so in every stretch of a thousand rows.
+  validation, val, dev; test). One split alone says nothing, two without train are an error. Other files of
+  that directory are not read.
+- Anything else is training text.
+- Missing splits are cut from the training text, here and in `elsewhere.py`: the last `test_share` of every
+  source is the test split, the `valid_share` before it the validation split, so that all three are of all
+  sources. What is counted are the lines of plain text, else documents (rows, or what `documents` says). Many
+  small files are dealt out whole. A dataset, whose end is not known, is cut in every stretch of a thousand
+  rows.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ ROLES = {
     "dev": "valid",
     "test": "test",
 }
+FROM_TRAIN = "names, the end of train for the rest"
+"""How a corpus was split whose names say train and not all of the others."""
 MANY = 100
 """Files from which on each is in one split as a whole."""
 STRETCH = 1000
@@ -47,7 +51,9 @@ class Plan:
     """How texts are cut into splits."""
 
     by: str
-    """Either names or lines."""
+    """Either names, lines or FROM_TRAIN."""
+    missing: tuple[str, ...]
+    """Splits that are cut from the training text."""
     bounds: tuple[tuple[int, int] | None, ...]
     """Of every source where validation and test begin, in its lines or documents; None for a dataset."""
     whole: bool
@@ -71,43 +77,84 @@ def chosen(found: list[Named], given: Sequence[str | Path]) -> list[Named]:
     roles = {role(one.name) for one in candidates}
     if (not directory and len(candidates) < len(found)) or len(roles) < 2:
         return found
-    files: dict[str | None, str] = {}
-    for one in candidates:
-        files.setdefault(role(one.name), one.name)
-    for split in SPLITS:
-        if split not in files:
-            present = " and ".join(f"{name} ({files[name]})" for name in SPLITS if name in files)
-            raise FullrankError(
-                f"{given[0] if directory else 'the data'} has a split for {present}, none for {split}: add a "
-                f"file {split}.txt, or give files with other names to have them split by lines"
-            )
+    _require_train([one.name for one in candidates], str(given[0]) if directory else "the data")
     return sorted(candidates, key=lambda one: SPLITS.index(role(one.name) or ""))
 
 
+def _require_train(names: Sequence[str], whose: str) -> None:
+    """Raise where names that all say their split have none for train, from which the others can be cut."""
+    files: dict[str | None, str] = {}
+    for name in names:
+        files.setdefault(role(name), name)
+    if "train" not in files:
+        present = " and ".join(f"{split} ({files[split]})" for split in SPLITS if split in files)
+        raise FullrankError(
+            f"{whose} has a split for {present}, none for train: add a file train.txt, or give files with "
+            "other names to have them split by lines"
+        )
+
+
 def plan(texts: Texts, config: DataConfig, chat: Chat | None = None) -> Plan:
-    """Sources that all say their split are that split; others are cut, after a count of what they hold."""
-    roles = [role(source.name) for source in texts.sources]
-    if set(SPLITS) <= set(roles) and None not in roles:
-        for split in SPLITS:
-            own = [source for source, one in zip(texts.sources, roles, strict=True) if one == split]
-            if not any(source.bytes or source.kind == "dataset" for source in own):
-                names = ", ".join(source.name for source in own)
-                raise FullrankError(f"the {split} split is empty ({names}): give a file with text")
-        end = 1 << 62
-        places = {"train": (end, end), "valid": (0, end), "test": (0, 0)}
-        return Plan(by="names", bounds=tuple(places[one or "train"] for one in roles), whole=False)
-    for name, share in (("valid_share", config.valid_share), ("test_share", config.test_share)):
+    """Sources that all say their split are that split; missing ones are cut from the sources of train, after
+    a count of what these hold."""
+    names = [source.name for source in texts.sources]
+    roles = [role(name) for name in names]
+    named = None not in roles and len(set(roles)) > 1
+    if not named:
+        roles = ["train"] * len(names)
+    _require_train(names if named else ["train"], "the data")
+    for split in SPLITS if named else ():
+        own = [source for source, one in zip(texts.sources, roles, strict=True) if one == split]
+        if own and not any(source.bytes or source.kind == "dataset" for source in own):
+            empty = ", ".join(source.name for source in own)
+            raise FullrankError(f"the {split} split is empty ({empty}): give a file with text")
+    missing = tuple(split for split in SPLITS if split not in roles)
+    check_shares(missing, config)
+    train = [source for source, one in zip(texts.sources, roles, strict=True) if one == "train"]
+    plain = texts.documents == "file" and all(source.kind == "text" for source in train)
+    whole = bool(missing) and plain and len(train) >= MANY
+    end = 1 << 62
+    cuts: Iterator[tuple[int, int] | None] = iter([(end, end)] * len(train))
+    if missing:
+        counts = [
+            None if source.kind == "dataset" else 1 if whole else _count(source, raw, texts, chat)
+            for source, raw in reading.opened(train)
+        ]
+        cuts = _cut(counts, config, missing)
+    places = {"valid": (0, end), "test": (0, 0)}
+    by = ("names" if not missing else FROM_TRAIN) if named else "lines"
+    bounds = tuple(next(cuts) if one == "train" else places[one or ""] for one in roles)
+    return Plan(by=by, missing=missing, bounds=bounds, whole=whole)
+
+
+def _shares(config: DataConfig) -> dict[str, float]:
+    return {"valid": config.valid_share, "test": config.test_share}
+
+
+def check_shares(missing: Sequence[str], config: DataConfig) -> None:
+    """Raise where a missing split would get nothing, or everything."""
+    for split in missing:
+        share = _shares(config)[split]
         if not 0 < share < 1:
             raise FullrankError(
-                f"data.{name}={share:g} leaves a split empty: expected more than 0, less than 1"
+                f"data.{split}_share={share:g} leaves a split empty: expected more than 0, less than 1"
             )
-    plain = texts.documents == "file" and all(source.kind == "text" for source in texts.sources)
-    whole = plain and len(texts.sources) >= MANY
-    counts = [
-        None if source.kind == "dataset" else 1 if whole else _count(source, raw, texts, chat)
-        for source, raw in reading.opened(texts.sources)
-    ]
-    return Plan(by="lines", bounds=tuple(_cut(counts, config)), whole=whole)
+
+
+def held_out(total: int, missing: Sequence[str], config: DataConfig) -> dict[str, int]:
+    """How many of all lines, documents or tokens of train each missing split takes."""
+    return {split: max(1, round(total * _shares(config)[split])) for split in missing}
+
+
+def require_rest(total: int, held: dict[str, int], units: str) -> None:
+    """Raise where what is held out leaves nothing to train on."""
+    left = total - sum(held.values())
+    if left < 1:
+        beside = " and ".join(f"{count:,} for {split}" for split, count in held.items()) or "none"
+        raise FullrankError(
+            f"{total:,} {units} leave {max(left, 0)} for training beside {beside}: give more, smaller "
+            "data.valid_share and data.test_share, or a file for each split"
+        )
 
 
 def _count(source: Source, raw: BinaryIO, texts: Texts, chat: Chat | None) -> int:
@@ -123,17 +170,15 @@ def _count(source: Source, raw: BinaryIO, texts: Texts, chat: Chat | None) -> in
     return lines + (last != "\n")
 
 
-def _cut(counts: list[int | None], config: DataConfig) -> Iterator[tuple[int, int] | None]:
+def _cut(
+    counts: list[int | None], config: DataConfig, missing: Sequence[str] = ("valid", "test")
+) -> Iterator[tuple[int, int] | None]:
     """Where validation and test begin in each source: shares of the sum so far, so that small ones count."""
     total = sum(count for count in counts if count is not None)
-    test, valid = (max(1, round(total * share)) for share in (config.test_share, config.valid_share))
-    train = total - valid - test
-    if train < 1 and None not in counts:
-        raise FullrankError(
-            f"{total} lines or documents leave {max(train, 0)} for training beside {valid} for validation "
-            f"and {test} for test: give more, smaller data.valid_share and data.test_share, or a directory "
-            "with train.txt, valid.txt and test.txt"
-        )
+    held = held_out(total, missing, config)
+    if None not in counts:
+        require_rest(total, held, "lines or documents")
+    valid, test = held.get("valid", 0), held.get("test", 0)
     before = tested = validated = 0
     for count in counts:
         if count is None:
@@ -154,7 +199,7 @@ def assigned(
     """Every fragment with its split, its source and its line there, or the number of its row."""
     bounds = dict(zip(texts.sources, made.bounds, strict=True))
     for source, raw in reading.opened(texts.sources):
-        cut = bounds[source] or _stretch(config)
+        cut = bounds[source] or _stretch(config, made.missing)
         if source.kind == "text" and texts.documents == "file":
             lines = _Lines(formats.blocks(raw, source.name, read))
             ends: Sequence[int | None] = (*cut, None)
@@ -179,9 +224,10 @@ def assigned(
             yield _split(place, cut), source, number + 1, fragment
 
 
-def _stretch(config: DataConfig) -> tuple[int, int]:
-    test = STRETCH - max(1, round(STRETCH * config.test_share))
-    return test - max(1, round(STRETCH * config.valid_share)), test
+def _stretch(config: DataConfig, missing: Sequence[str]) -> tuple[int, int]:
+    held = held_out(STRETCH, missing, config)
+    test = STRETCH - held.get("test", 0)
+    return test - held.get("valid", 0), test
 
 
 def _split(number: int, cut: tuple[int, int]) -> str:

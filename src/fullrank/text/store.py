@@ -84,6 +84,14 @@ class Corpus:
                 "tokens that they were begun with, or choose another --out"
             )
 
+    def cut_note(self) -> str:
+        """A sentence about splits that were cut from the training text; empty where each was named."""
+        sizes = [
+            f"{name} ({len(self.splits[name].tokens):,} tokens)" for name in self.meta.get("from_train", ())
+        ]
+        were = "were" if len(sizes) > 1 else "was"
+        return f"{' and '.join(sizes)} {were} cut from the end of train" if sizes else ""
+
     def describe(self) -> dict[str, Any]:
         """What a result says about its data; file names, no paths."""
         counts = ("bytes", "lines", "documents", "replaced")

@@ -148,8 +148,12 @@ def _in_less_memory(config: Config) -> str:
 def _corpus(config: Config, options: Options, show: Show) -> data.Corpus:
     hear, verify = (show.reading, show.say), options.verify
     if options.tokens is not None:
-        return elsewhere.prepare(options.tokens, config.data, options.cache, *hear, verify=verify)
-    return data.prepare(options.data, config.data, options.cache, *hear, verify=verify)
+        corpus = elsewhere.prepare(options.tokens, config.data, options.cache, *hear, verify=verify)
+    else:
+        corpus = data.prepare(options.data, config.data, options.cache, *hear, verify=verify)
+    if note := corpus.cut_note():
+        show.say(note)
+    return corpus
 
 
 class Session:
