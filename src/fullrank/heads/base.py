@@ -168,6 +168,11 @@ class Head(nn.Module, ABC):
         """The function that bends the scores; override it for one of the head's own."""
         return IDENTITY if self.softcap is None else Softcap(self.softcap)
 
+    @property
+    def one_matrix(self) -> bool:
+        """Whether the distribution is softmax(W h + b) of the last layer's state h itself."""
+        return False
+
     def cap_scores(self, cap: float) -> None:
         """Bend every score by cap * tanh(score / cap), as some models do with their logits."""
         if type(self).pointwise is not Head.pointwise:

@@ -21,5 +21,9 @@ class Softmax(RowHead):
             nn.Identity() if self.width == hidden else nn.Linear(hidden, self.width, bias=False)
         )
 
+    @property
+    def one_matrix(self) -> bool:
+        return self.width == self.hidden and self.softcap is None
+
     def rows(self, states: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return self.project(states[0])[..., None, :], None

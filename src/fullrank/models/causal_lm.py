@@ -3,16 +3,18 @@
     logits [batch, time, V]    normalised log-probabilities in fp32, which log_softmax leaves as they are
     loss                       nats per token through the fused path, without a V-wide tensor
 
-With labels the logits stay out unless `return_logits` asks for them, as an argument or in the configuration;
-an evaluation with metrics of its own needs that. The loss shifts the labels as transformers does, and is
-the sum of its tokens' over `num_items_in_batch` where the caller counts them.
+With labels the output has both. A training step of transformers' Trainer (training mode, with
+`num_items_in_batch`) reads the loss alone, so its logits are left out; `return_logits`, as an argument or in
+the configuration, decides every case. The loss shifts the labels as transformers does, and is the sum of its
+tokens' over `num_items_in_batch` where the caller counts them.
 
 Log-probabilities in the place of raw logits change nothing for whatever only compares, samples or normalises.
 A repetition penalty, which multiplies, sees other numbers than it saw in the original.
 
 `model` is the body as transformers has it, with its own cache, attention and checkpointing. `lm_head` is the
-head; its inner matrix is the output embedding, so that tying, resizing and adapters find what they expect. A
-head that reads the states of earlier tokens (`Head.reads_time`) needs them all at every step: with it
+head; its inner matrix is the output embedding, so that tying, resizing and adapters find what they expect.
+Under most heads that matrix times the body's states is not the distribution, so a call of `base_model` is
+refused (`token_outputs`), and TRL's fused output layer is answered by the head itself. A head that reads the states of earlier tokens (`Head.reads_time`) needs them all at every step: with it
 `generate` runs without a cache. A head that carries a memory of them (`Head.carries_memory`) has it in the
 cache, as one more layer, or beside the state of a recurrent body (`cache_layer`).
 """
@@ -45,6 +47,14 @@ from fullrank.models import awd_lstm  # noqa: F401  (a body that AutoModel must 
 from fullrank.models import cache_layer as remembered
 from fullrank.models.attention import install_normaliser, install_temperature
 from fullrank.models.configuration import FullrankConfig
+from fullrank.models.token_outputs import (
+    IGNORED,
+    StatesOnly,
+    TokenOutputs,
+    TokenSettings,
+    settings_of,
+    token_outputs,
+)
 
 TIED = "lm_head.decoder.weight"
 CACHES = ("past_key_values", "cache_params")
@@ -140,13 +150,20 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         return_logits: bool | None = None,
         **more: Any,
-    ) -> FullrankOutput:
+    ) -> FullrankOutput | TokenOutputs:
         """`labels` [batch, time] are the input ids, -100 where a token does not count; they are shifted here.
 
-        `shift_labels` takes labels that are shifted already, `ignore_index` another number than -100. All
-        else goes to the body.
+        `shift_labels` takes labels that are shifted already, `ignore_index` another number than -100. With
+        `fused_lm_head=True` the output is TRL's: per-token log-probabilities in place of logits. All else
+        goes to the body.
         """
         shift_labels, ignore_index = more.pop("shift_labels", None), more.pop("ignore_index", -100)
+        per_token = more.pop("fused_lm_head", False)
+        if per_token and more.get("output_router_logits"):
+            raise FullrankError(
+                "output_router_logits asks for the load-balancing loss of a mixture of experts, which this "
+                "model does not compute: pass router_aux_loss_coef=0.0 to the trainer"
+            )
         head = self.lm_head
         memory = None
         if self._remembers and self.carries_state:
@@ -175,6 +192,10 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         loss = logits = None
         if labels is not None and shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if per_token:
+            return self._token_outputs(
+                states, context, labels, shift_labels, ignore_index=ignore_index, count=num_items_in_batch
+            )
         if shift_labels is not None:
             loss = head(
                 states,
@@ -188,6 +209,9 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
                 count = num_items_in_batch
                 loss = loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
             return_logits = self.config.return_logits if return_logits is None else return_logits
+            if return_logits is None:
+                # A training step of transformers' Trainer reads the loss alone.
+                return_logits = not (self.training and num_items_in_batch is not None)
         if shift_labels is None or return_logits:
             logits = self._log_probs(states, context, logits_to_keep, memory)
         state = getattr(output, "state", None)
@@ -248,6 +272,25 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         if not self._has_cache or (self.lm_head.reads_time and not self._remembers):
             settings["use_cache"] = False
         return GenerationMixin.generate(cast(Any, self), *arguments, **settings)
+
+    @property
+    def base_model(self) -> Any:
+        """The body; where the head is more than one matrix, a view of it that cannot be called."""
+        head = self._modules.get("lm_head")
+        return self.model if head is None or self._one_matrix else StatesOnly(self.model, head.name)
+
+    @property
+    def _one_matrix(self) -> bool:
+        """Whether logits are the body's states times the output embedding, so that others may multiply."""
+        return self.lm_head.one_matrix and self.config.logit_scale == 1.0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        settings = settings_of(value) if name == "forward" else None
+        if settings is not None:
+            # TRL replaces forward by a product of states and output embedding: forward answers it instead.
+            self._token_settings = settings
+            return
+        super().__setattr__(name, value)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()
@@ -426,6 +469,26 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
             states = [state * seen[..., None] for state in states]
             context = None if context is None else context.masked_fill(~seen, -1)
         return states, context
+
+    def _token_outputs(
+        self,
+        states: list[Tensor],
+        context: Tensor | None,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        *,
+        ignore_index: int,
+        count: Tensor | int | None,
+    ) -> TokenOutputs:
+        """For `labels` [batch, time] the outputs are [batch, time - 1], for shifted ones [batch, time]."""
+        if shift_labels is None:
+            raise FullrankError("fused_lm_head=True got neither labels nor shift_labels: pass one of them")
+        targets = shift_labels.to(states[0].device)
+        targets = targets.masked_fill(targets == ignore_index, IGNORED)
+        settings = getattr(self, "_token_settings", TokenSettings())
+        return token_outputs(
+            self.lm_head, states, targets, settings, context=context, count=count, drop_last=labels is not None
+        )
 
     def _log_probs(
         self, states: list[Tensor], context: Tensor | None, keep: int | Tensor, memory: Any = None

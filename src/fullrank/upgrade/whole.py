@@ -278,7 +278,7 @@ def _loss(model: Any, ids: Tensor, align: float) -> Tensor:
     """Nats per token, and with `align` HistAlign's ranking loss of a cache head."""
     head = model.lm_head
     if not align or not isinstance(head, CacheHead):
-        return cast(Tensor, model(input_ids=ids, labels=ids, use_cache=False).loss)
+        return cast(Tensor, model(input_ids=ids, labels=ids, use_cache=False, return_logits=False).loss)
     states, context, _ = model.head_inputs(ids)
     targets = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
     ranking = alignment_loss(head, states, targets, context=context)
