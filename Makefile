@@ -15,10 +15,10 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; [ $$
 # Rewritten asserts are kept even where the environment keeps no bytecode: they take a worker ten seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: env lock check-lock demo test test-all test-older test-processes lint style format bench docs notebooks wheel clean help
+.PHONY: env lock check-lock demo test test-all test-older test-lowest test-processes check-wheel lint style format bench docs notebooks wheel clean help
 
 help:
-	@echo "make demo | test | test-all | test-older | test-processes | lint | format | bench | docs | notebooks | wheel | env | lock | check-lock | clean"
+	@echo "make demo | test | test-all | test-older | test-lowest | test-processes | check-wheel | lint | format | bench | docs | notebooks | wheel | env | lock | check-lock | clean"
 
 env: $(STAMP)
 
@@ -87,6 +87,30 @@ test-older: $(STAMP)
 	  echo "test-older: torch already runs on its plainest instructions here, there is no older processor to imitate"; \
 	else env $(OLDER) $(PYTEST) tests/ops tests/heads tests/upgrade/test_upgrade.py; fi
 
+# The lowest versions that pyproject.toml allows, in an environment of their own: a subset of the tests and the
+# four main commands.
+LOWEST := .venv-lowest
+SMOKE := tests/test_golden.py tests/test_public_surface.py tests/theory/test_statements.py tests/results \
+	tests/models/test_loading.py tests/models/test_causal_lm.py tests/upgrade/test_upgrade.py
+
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-lowest.txt
+	@touch $@
+
+test-lowest: $(LOWEST)/.installed
+	PYTHONPATH=$(CURDIR)/src $(LOWEST)/bin/pytest -q -n $(WORKERS) $(SMOKE)
+	PYTHONPATH=$(CURDIR)/src $(LOWEST)/bin/python scripts/smoke.py
+
+# The wheel with its own dependencies alone: what a user has who needs no development tools.
+CLEAN := .venv-wheel
+
+check-wheel: wheel
+	rm -rf $(CLEAN)
+	$(PYTHON) -m venv $(CLEAN)
+	$(CLEAN)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd dist && ../$(CLEAN)/bin/python ../scripts/smoke.py
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.output_layer --device cpu
 	$(BIN)/python -m benchmarks.spectrum_peers
@@ -112,5 +136,5 @@ wheel: $(STAMP)
 	@ls dist
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info \
+	rm -rf $(VENV) $(LOWEST) $(CLEAN) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info \
 	  .cache site dist

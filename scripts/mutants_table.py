@@ -253,9 +253,9 @@ MUTANTS = (
         "A run whose directory another process removed trains on and loses its checkpoints.", "c2ad5cf",
     ),
     Mutant(
-        "lock_shared", "train/folder.py",
-        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "lock_shared", "filelock.py",
+        "else fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "else fcntl.LOCK_SH | fcntl.LOCK_NB",
         ("train/test_folder.py",),
         "Two processes train in one directory and overwrite each other.",
     ),

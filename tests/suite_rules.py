@@ -20,7 +20,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 SECONDS, LONG_SECONDS, NOISE_FACTOR = 1.0, 10.0, 5.0
-SHOWN = 25
+SHOWN, WIDTH = 25, 120
 
 
 def entries(name: str) -> list[str]:
@@ -103,7 +103,7 @@ class SuiteRules:
             f"{over} tests over their limit"
         )
         for test, seconds in slowest:
-            terminalreporter.write_line(f"{seconds:6.1f} s  {test}")
+            terminalreporter.write_line(f"{seconds:6.1f} s  {test[:WIDTH]}")
         for title, lines in (
             ("over five times their limit", self.breaches()),
             ("skips that tests/allowed_skips.txt does not hold", self.refused_skips),

@@ -1,9 +1,11 @@
 """The check of the lock fails with a sentence for each package that is not the locked one."""
 
 import importlib.util
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "lock.py"
 _specification = importlib.util.spec_from_file_location("lock", SCRIPT)
@@ -57,3 +59,15 @@ def test_writing_keeps_comments_markers_and_what_is_optional(here: dict[str, str
 def test_builds_of_torch_are_one_version_and_bring_packages_of_their_own() -> None:
     assert "+" not in lock.installed().get("torch", "")
     assert not any(name.startswith(("nvidia-", "cuda-")) for name in lock.installed())
+
+
+def test_the_lowest_versions_are_the_bounds_of_the_package() -> None:
+    root = SCRIPT.parents[1]
+    lowest = lock.parsed((root / "constraints-lowest.txt").read_text(encoding="utf8"))
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf8"))["project"]
+    for requirement in map(Requirement, project["dependencies"]):
+        (bound,) = requirement.specifier
+        pinned = str(lowest[requirement.name].specifier)
+        # torch has one build that installs without CUDA.
+        assert bound.operator == ">="
+        assert requirement.name == "torch" or pinned == f"=={bound.version}.*", pinned
