@@ -1,6 +1,6 @@
 """Run `fullrank diagnose`, `upgrade`, `train` and `eval` on tiny models in the environment of this Python.
 
-    PYTHON scripts/smoke.py     what `make check-wheel` and `make test-lowest` run, in environments of their own
+    PYTHON scripts/smoke.py     for `make check-wheel` and `make test-lowest`, in environments of their own
 
 It needs what the package itself depends on, and none of the development tools.
 """
@@ -50,7 +50,8 @@ def write_model(folder: Path) -> None:
     )
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        bos_token_id=1, eos_token_id=1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
 
