@@ -190,7 +190,7 @@ def compare_devices(record: Generation, on_gpu: Generation, study: Study) -> Non
     """Losses at one rate agree, and the GPU's rate is as good on the CPU as the CPU's own.
 
     A GPU trains with products in bf16. In these two steps that moves a loss by up to 3e-4 of itself. The two
-    best rates of softmax are 1.3e-4 apart in development loss, so either may win. Their test losses are 2.6e-3
+    best rates of softmax are 1.3e-4 apart in development loss: either may win. Their test losses are 2.6e-3
     apart, which the tolerance of 1e-3 tells from rounding.
     """
     for cpu, gpu in zip(record.methods, on_gpu.methods, strict=True):

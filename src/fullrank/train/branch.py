@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -109,7 +109,7 @@ def _groups(parent: Parent, config: Config, fresh: FullrankForCausalLM) -> dict[
             f"head.tie=true would replace the W that {parent.path} trained by its embedding: leave "
             "head.tie=false"
         )
-    embedding = fresh.get_input_embeddings().weight
+    embedding = cast(Tensor, fresh.get_input_embeddings().weight)
     name = next(name for name, parameter in fresh.named_parameters() if parameter is embedding)
     if name not in groups["model"]:
         return groups
