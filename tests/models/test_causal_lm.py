@@ -64,12 +64,23 @@ def test_any_head_trains_scores_and_survives_the_disk(
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
 
 
-def test_logits_only_when_asked_for(tiny_model: Make, ids: Tensor) -> None:
-    model = with_head(tiny_model)
+def test_logits_come_with_labels_unless_the_user_or_a_training_step_of_the_trainer_leaves_them_out(
+    tiny_model: Make, ids: Tensor
+) -> None:
+    model, count = with_head(tiny_model), ids.numel()
+    expected = model(ids).logits
+    for training in (False, True):
+        output = model.train(training)(ids, labels=ids)
+        torch.testing.assert_close(output.logits, expected)
+        torch.testing.assert_close(output[1], expected)
+        assert model(ids, labels=ids, return_logits=False).logits is None
+        # The trainer's evaluation counts tokens too, and may read the logits.
+        output = model(ids, labels=ids, num_items_in_batch=count)
+        assert (output.logits is None) is training
+    assert model(ids, labels=ids, num_items_in_batch=count, return_logits=True).logits is not None
+    model.config.return_logits = False
     assert model(ids, labels=ids).logits is None
-    assert model(ids, labels=ids, return_logits=True).logits.shape == (*ids.shape, 101)
-    model.config.return_logits = True
-    assert model(ids, labels=ids).logits is not None
+    assert model(ids).logits is not None
     assert model(ids).loss is None
 
 
@@ -89,7 +100,7 @@ def test_labels_need_no_table_of_tokens_by_vocabulary(tiny_model: Make, ids: Ten
 
     model, long = with_head(tiny_model), ids.repeat(1, 5)
     with Watch():
-        model(long, labels=long).loss.backward()
+        model(long, labels=long, return_logits=False).loss.backward()
     assert widest <= 32  # rows of W's own transpose, never the 110 tokens
     with Watch():
         model(long)
@@ -169,7 +180,8 @@ def test_what_adapters_and_trainers_look_for(tiny_model: Make) -> None:
     model = with_head(tiny_model, tie_word_embeddings=True)
     assert isinstance(model.get_output_embeddings(), torch.nn.Linear)
     assert model.all_tied_weights_keys == {"lm_head.decoder.weight": "model.embed_tokens.weight"}
-    assert model.base_model is model.model
+    assert model.base_model == model.model
+    assert model.get_decoder() is model.model
     assert {"LlamaDecoderLayer", "MixtureOfSoftmaxes"} <= set(model._no_split_modules)
 
 

@@ -159,6 +159,7 @@ def test_evaluation_without_a_table_and_metrics_with_one(
         return log_probs(self, *rest)
 
     monkeypatch.setattr(type(model), "_log_probs", watched)
+    model.config.return_logits = False
     done = trainer(model, texts, tmp_path)
     batches = [texts[:3], texts[3:6], texts[6:]]
     each = [float(model(**padded_batch(batch)).loss.detach()) for batch in batches]
@@ -171,7 +172,9 @@ def test_evaluation_without_a_table_and_metrics_with_one(
         right = predicted.predictions.argmax(-1)[:, :-1] == predicted.label_ids[:, 1:]
         return {"accuracy": float(right[kept].mean()), "counted": float(np.sum(kept))}
 
-    model.config.return_logits = True
+    model.config.return_logits = None
+    trainer(model, texts, tmp_path, max_steps=1, learning_rate=0.0).train()
+    assert not tables
     measured = trainer(model, texts, tmp_path, compute_metrics=accuracy).evaluate()
     assert tables
     assert measured["eval_loss"] == pytest.approx(expected, rel=1e-5)

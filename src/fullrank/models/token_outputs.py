@@ -176,8 +176,8 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         raise FullrankError(
-            f"the entropy that the {ctx.head} head gives a trainer has no gradient: pass entropy_coef=0.0, or "
-            "add head.entropy(states) to the loss (docs/distil.md)"
+            f"the entropy that a trainer gets from the {ctx.head} head here is a metric without a gradient: "
+            "pass entropy_coef=0.0, or train a head that is rows over one matrix, such as mos"
         )
 
 

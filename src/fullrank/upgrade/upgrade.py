@@ -114,7 +114,8 @@ def _body(model: Any) -> Any:
             f"{kind} is quantised, and can neither be trained nor saved with another head: call "
             "model.dequantize() first, or load it in float"
         )
-    body: Any = model.base_model
+    # Not `base_model`: of one of ours with a scale or a cap that is a view.
+    body: Any = getattr(model, model.base_model_prefix, model)
     made = MODEL_MAPPING.get(type(body.config), None)
     classes = made if isinstance(made, tuple) else (made,)
     if body is model or type(body) not in classes:
