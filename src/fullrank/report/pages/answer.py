@@ -158,7 +158,7 @@ def _rank_tile(record: Diagnosis) -> Tile:
         remarks = ["no smaller rank was tried" if section.bound == "at most" else "up to the full width"]
     if section.still_falling:
         remarks.append("the loss still falls at full width")
-    value = f"{section.bound} {whole(section.knee.value)}".strip()
+    value = f"{shown(section.bound)} {whole(section.knee.value)}".strip()
     return Tile(question=_RANK, value=value, unit=width, remarks=tuple(filter(None, remarks)))
 
 

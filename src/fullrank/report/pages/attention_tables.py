@@ -142,7 +142,7 @@ def by_size(sets: Sequence[AttentionSets]) -> Table:
 
 def tests(found: Attention) -> tuple[Table, ...]:
     rows: list[tuple[Cell, ...]] = [
-        (one.length, test.statistic, size, p, told, test.heads)
+        (one.length, shown(test.statistic), size, p, told, test.heads)
         for one in found.by_length
         for test in one.critical
         for size, p, told in zip(test.sizes, test.p, test.heads_told, strict=False)

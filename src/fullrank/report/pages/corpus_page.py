@@ -156,8 +156,8 @@ def _answer(look: Look, *, alone: bool) -> Answer:
         return Answer(name="" if alone else look.name, colour=look.colour, sentences=(), tiles=())
     fifty, ninety, most = (_with_interval(curve, name) for name in ("50", "90", "99"))
     sentences = [
-        f"The table of {TITLES.get(curve.construction, curve.construction).lower()} needs {fifty} dimensions "
-        f"to halve its error, {ninety} to bring it to 10%, and {most} of at most "
+        f"The table of {_title(curve)} needs {fifty} dimensions to halve its error, {ninety} to bring it to "
+        f"10%, and {most} of at most "
         f"{min(curve.vocabulary, curve.contexts):,} to bring it to 1%."
     ]
     if curve.null is not None:
@@ -222,6 +222,10 @@ def _sections(drawn: Sequence[Look]) -> tuple[Section, ...]:
     return tuple(sections)
 
 
+def _title(curve: CorpusCurve) -> str:
+    return TITLES.get(curve.construction, shown(curve.construction)).lower()
+
+
 def _construction(drawn: Sequence[Look], construction: str) -> Section:
     members = [(look, curve) for look in drawn if (curve := look.curve(construction)) is not None]
     picture = charts.errors(drawn, construction)
@@ -275,7 +279,7 @@ def _dimensions(members: Sequence[tuple[Look, CorpusCurve]], *, first: bool) -> 
             cells.append(
                 None if null is None else " / ".join(figure(null.dimensions.get(name)) for name in names)
             )
-        cells.append(curve.method)
+        cells.append(shown(curve.method))
         rows.append(tuple(cells))
     caption = "Dimensions for 50, 90 and 99%" + (", of what the first dimension leaves" if first else "")
     return Table(
@@ -311,9 +315,7 @@ def _facts(drawn: Sequence[Look]) -> Section:
         ("seconds in all", [whole(sum(one.record.seconds.values())) for one in drawn]),
     )
     bounds = [
-        f"{look.name}, {TITLES.get(one.construction, one.construction).lower()}: {shown(one.bound, 400)}"
-        for look in drawn
-        for one in look.record.curves
+        f"{look.name}, {_title(one)}: {shown(one.bound, 400)}" for look in drawn for one in look.record.curves
     ]
     return Section(
         title="The text and the tables",

@@ -56,7 +56,7 @@ def known(record: Diagnosis, about: str = "") -> Known:
     gain = None if verdict is None else verdict.gain
     needed = ""
     if rank is not None and math.isfinite(rank.knee.value):
-        needed = f"{rank.bound or 'about'} {rank.knee.value:.0f}"
+        needed = f"{shown(rank.bound) or 'about'} {rank.knee.value:.0f}"
     return Known(
         name=record.model.name,
         about=about,

@@ -53,7 +53,7 @@ def completions(record: Templates) -> Intervals:
     for method in record.methods:
         shares = [100 * share for share in method.accuracy("no overlap", "full").top["2"]]
         mean = statistics.fmean(shares)
-        name = LABELS.get(method.method, method.method)
+        name = LABELS.get(method.method, shown(method.method))
         words = f"{name}: {figure(mean)}%"
         marks.append(Mark(row=name, model="mean", value=mean, colour=HIGH_RANK_COLOUR, summary=words))
         marks += [
@@ -63,7 +63,7 @@ def completions(record: Templates) -> Intervals:
         figures.append(figure(mean))
     return Intervals(
         x=Axis(title="both answers are the two likeliest tokens, % of prompts"),
-        rows=tuple(LABELS.get(method.method, method.method) for method in record.methods),
+        rows=tuple(LABELS.get(method.method, shown(method.method)) for method in record.methods),
         marks=tuple(marks),
         models=("mean", "seed"),
         figures=tuple(figures),
@@ -82,7 +82,7 @@ def changes(record: Templates) -> Intervals:
             continue
         for tokens, label in TOKENS.items():
             change = method.loss(tokens).change
-            name = f"{LABELS.get(method.method, method.method)}, {label}"
+            name = f"{LABELS.get(method.method, shown(method.method))}, {label}"
             rows.append(name)
             figures.append(figure(change))
             marks.append(
@@ -148,7 +148,7 @@ def _row(method: TemplateMethod, split: str, scores: str) -> tuple[Cell, ...]:
     found = method.accuracy(split, scores)
     two = found.top["2"]
     return (
-        LABELS.get(method.method, method.method),
+        LABELS.get(method.method, shown(method.method)),
         split,
         "whole" if scores == "full" else "memory alone",
         100 * statistics.fmean(two),
@@ -185,7 +185,7 @@ def _costs(record: Templates) -> Section:
             ),
             rows=tuple(
                 (
-                    LABELS.get(method.method, method.method), TOKENS[one.tokens], one.count, one.loss,
+                    LABELS.get(method.method, shown(method.method)), TOKENS[one.tokens], one.count, one.loss,
                     None if method.method == "base" else one.change,
                 )
                 for method in record.methods
@@ -218,7 +218,7 @@ def _rank(record: Templates) -> Section:
             ),
             rows=tuple(
                 (
-                    LABELS.get(one.method, one.method), ", ".join(map(str, one.least_rank)),
+                    LABELS.get(one.method, shown(one.method)), ", ".join(map(str, one.least_rank)),
                     ", ".join(f"{weight:.2f}" for weight in one.memory_weight) or None,
                     ", ".join(f"{loss:.3f}" for loss in one.last_loss) or None,
                     None if one.rate is None else f"{one.rate:g}",
@@ -232,7 +232,7 @@ def _rank(record: Templates) -> Section:
 
 
 def _setting(record: Templates) -> Section:
-    rates = ", ".join(f"{name} {rate:g}" for name, rate in record.rates.items())
+    rates = ", ".join(f"{shown(name)} {rate:g}" for name, rate in record.rates.items())
     return Section(
         title="The training",
         table=Table(

@@ -23,7 +23,7 @@ def upgrade_page(record: Upgrade) -> Page:
         title=f"Upgrade of {shown(model.name)} to {shown(record.head)}",
         lead=(
             f"{model.parameters:,} parameters before, {record.parameters:,} with the new head; width D = "
-            f"{model.width:,}, vocabulary V = {model.vocabulary:,}. {record.verdict}"
+            f"{model.width:,}, vocabulary V = {model.vocabulary:,}. {shown(record.verdict, 500)}"
         ),
         sections=(
             *(_training(record.training, record) if record.training is not None else ()),
@@ -130,7 +130,7 @@ def _training(found: UpgradeTraining, record: Upgrade) -> tuple[Section, ...]:
                             None if one.reason else one.choose_loss,
                             None if one.reason else one.control_loss,
                             None if one.reason else one.seconds,
-                            one.reason,
+                            shown(one.reason, 200),
                         )
                         for one in found.candidates
                     ),
@@ -165,7 +165,7 @@ def _gain(
     of: str,
 ) -> Section:
     return Section(
-        title=f"{title} {CONTROLS.get(control, control)}",
+        title=f"{title} {CONTROLS.get(control, shown(control))}",
         text=(
             f"The {of} of the better control minus that of the upgraded head, token by token on the same "
             "held-out text. An interval with 0 in it shows no gain. It is what the head buys this body "
@@ -318,4 +318,4 @@ def _text_table(text: TrainingText, *more: tuple[Cell, ...]) -> Table:
 
 
 def _notes(notes: tuple[str, ...]) -> tuple[Section, ...]:
-    return (Section(title="Notes", items=notes),) if notes else ()
+    return (Section(title="Notes", items=tuple(shown(note, 400) for note in notes)),) if notes else ()
