@@ -1,7 +1,10 @@
-"""Findings: each planted fact triggers its own finding and no other; a healthy model has none."""
+"""Findings: each planted fact gives its own finding and no other; a healthy model has none."""
+
+from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -16,45 +19,28 @@ from fullrank.results.diagnosis import (
     LayerGeometry,
     LogprobRank,
     Loss,
-    ModelFacts,
     OutlierDimension,
     RankNeeded,
     Spectrum,
-    TextFacts,
     Unreachable,
     UnreachableToken,
 )
+from tests.diagnosis_records import around, diagnosis
 
 
-def around(value, reach=0.01):
-    return Estimate(value=value, low=value - reach, high=value + reach)
+def outliers(dimension: int, share: float) -> tuple[OutlierDimension, ...]:
+    return (OutlierDimension(dimension=dimension, variance_share=share, kurtosis=5.0),)
 
 
-def geometry(layer):
+def layer(number: int) -> LayerGeometry:
     return LayerGeometry(
-        layer=layer,
-        name=f"layer {layer}",
-        cosine=around(0.3),
-        cosine_centred=around(0.0),
-        top_variance_share=0.1,
-        effective_rank=50.0,
-        outliers=(OutlierDimension(dimension=3, variance_share=0.15, kurtosis=5.0),),
-        largest_kurtosis=5.0,
+        layer=number, name=f"layer {number}", cosine=around(0.3), cosine_centred=around(0.0),
+        top_variance_share=0.1, effective_rank=50.0, outliers=outliers(3, 0.15), largest_kurtosis=5.0,
         sinks=2,
-    )
+    )  # fmt: skip
 
 
-HEALTHY = Diagnosis(
-    model=ModelFacts(
-        name="planted", source="object", architecture="Planted", parameters=1000, layers=2, width=64,
-        vocabulary=1050, tokens=1000, tied=True, bias=False, logit_scale=1.0, softcap=None,
-        final_norm="RMSNorm", storage="float32", dtype="float32", fingerprint="", notes=(),
-    ),
-    text=TextFacts(
-        sources=("text",), sha256="", bytes=4000, tokens=1000, window=128, windows=8, starts_with_bos=False,
-        fit_tokens=571, choose_tokens=143, held_out_tokens=286,
-    ),
-    findings=(),
+HEALTHY = diagnosis(
     loss=Loss(
         nats_per_token=around(3.0), standard_error=0.005, perplexity=around(20.0), bits_per_byte=around(1.0),
         tokens=1000, bytes=4000, blocks=8, by_position=(),
@@ -64,7 +50,7 @@ HEALTHY = Diagnosis(
         stable_rank=10.0, participation_ratio=40.0, condition=30.0, numerical_rank=64, noise=1e-6,
         noise_origin="rounding to float32",
     ),
-    anisotropy=Anisotropy(tokens=500, layers=(geometry(0), geometry(1), geometry(2))),
+    anisotropy=Anisotropy(tokens=500, layers=(layer(0), layer(1), layer(2))),
     logprob_rank=LogprobRank(
         least_rank=64, gap_rank=64, gap=100.0, noise_floor=1e-5, ceiling=64, ceiling_reason="width 64",
         contexts=1000, columns=1000, method="core", singular_values=(2.0, 1.0),
@@ -85,164 +71,132 @@ HEALTHY = Diagnosis(
         kept_norm=around(0.3), kept_energy=around(0.1), null_norm=0.25, null_energy=0.064, tokens=100,
         quantiles=(0.1, 0.2, 0.3, 0.4, 0.5),
     ),
-    missing=(),
-    seconds={},
 )  # fmt: skip
 
 
-def planted(question, **changes):
+def planted(question: str, **changes: Any) -> Diagnosis:
     """The healthy record with some fields of one answer changed."""
-    return dataclasses.replace(
-        HEALTHY, **{question: dataclasses.replace(getattr(HEALTHY, question), **changes)}
-    )
+    answer = dataclasses.replace(getattr(HEALTHY, question), **changes)
+    return dataclasses.replace(HEALTHY, **{question: answer})
 
 
-def with_layer(place, **changes):
+def with_layer(place: int, **changes: Any) -> Diagnosis:
+    assert HEALTHY.anisotropy is not None
     layers = list(HEALTHY.anisotropy.layers)
     layers[place] = dataclasses.replace(layers[place], **changes)
     return planted("anisotropy", layers=tuple(layers))
 
 
-def found(record):
-    return [(one.code, one.question) for one in findings(record)]
+def small(rank: int) -> Diagnosis:
+    """A vocabulary of 40, below the width of 64."""
+    facts = dataclasses.replace(HEALTHY.model, tokens=40, vocabulary=40)
+    return dataclasses.replace(planted("spectrum", numerical_rank=rank), model=facts)
 
 
-def test_a_healthy_model_has_none():
-    assert findings(HEALTHY) == ()
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_without_an_answer_is_no_finding(question):
-    assert findings(dataclasses.replace(HEALTHY, **{question: None})) == ()
-
-
-def test_a_record_without_answers_has_none():
-    assert findings(dataclasses.replace(HEALTHY, **dict.fromkeys(QUESTIONS))) == ()
-
-
-def test_a_head_without_full_rank():
-    record = planted("spectrum", numerical_rank=50)
-    assert found(record) == [("rank_deficient_head", "spectrum")]
-    sentence = findings(record)[0].sentence
-    assert "rank 50 of 64" in sentence
-    assert "14 singular values" in sentence
-    # The log-probabilities' rank follows from it, and is not told twice.
-    both = dataclasses.replace(record, logprob_rank=planted("logprob_rank", least_rank=50).logprob_rank)
-    assert found(both) == [("rank_deficient_head", "spectrum")]
-
-
-def test_a_vocabulary_smaller_than_the_width_is_no_defect():
-    small = dataclasses.replace(HEALTHY.model, tokens=40, vocabulary=40)
-    record = dataclasses.replace(planted("spectrum", numerical_rank=40), model=small)
-    assert found(record) == []
-    record = dataclasses.replace(planted("spectrum", numerical_rank=30), model=small)
-    assert found(record) == [("rank_deficient_head", "spectrum")]
-    sentence = findings(record)[0].sentence
-    assert "rank 30 of 40" in sentence
-    assert "10 singular values" in sentence
-
-
-def test_log_probabilities_without_full_rank():
-    record = planted("logprob_rank", least_rank=63, ceiling_reason="width 64, RMSNorm")
-    assert found(record) == [("rank_deficient_logprobs", "logprob_rank")]
-    assert "rank 63, where 64" in findings(record)[0].sentence
-    assert "width 64, RMSNorm" in findings(record)[0].sentence
-    # A sample of a bent head has no ceiling but its size.
-    assert found(planted("logprob_rank", least_rank=63, method="columns")) == []
-
-
-def test_unreachable_tokens():
-    never = tuple(UnreachableToken(id=number, text="<b>", depth=0.1) for number in (3, 8, 9))
-    record = planted("unreachable", never=never, argmaxable=997)
-    assert found(record) == [("unreachable_tokens", "unreachable")]
-    assert findings(record)[0].sentence == "3 of 1,000 tokens can never be the most probable one."
-    record = planted("unreachable", never=never, duplicates=2)
-    assert "2 of them because another row is equal" in findings(record)[0].sentence
-    assert found(planted("unreachable", undecided=12, padding_never=50)) == []
-
-
-def test_collapsed_states():
-    for changes in ({"cosine": around(0.95)}, {"top_variance_share": 0.95}):
-        record = with_layer(-1, **changes)
-        assert found(record) == [("collapsed_layer", "anisotropy")]
-        assert "95%" in findings(record)[0].sentence or "0.95" in findings(record)[0].sentence
-        # Only what enters the output matrix counts.
-        assert found(with_layer(1, **changes)) == []
-    assert len(findings(with_layer(-1, cosine=around(0.95), top_variance_share=0.95))) == 1
-    # An interval that reaches below the bound is not sure.
-    assert found(with_layer(-1, cosine=around(COLLAPSED + 0.005))) == []
-    assert found(planted("anisotropy", layers=())) == []
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_an_outlier_dimension_in_any_layer(place):
-    outlier = OutlierDimension(dimension=17, variance_share=0.6, kurtosis=9.0)
-    record = with_layer(place, outliers=(outlier,))
-    assert found(record) == [("outlier_dimension", "anisotropy")]
-    sentence = findings(record)[0].sentence
-    assert "17" in sentence
-    assert "60%" in sentence
-    assert f"layer {place}" in sentence
-    assert "1 of 3 layers" in sentence
-    just = OutlierDimension(dimension=17, variance_share=OUTLIER - 0.01, kurtosis=9.0)
-    assert found(with_layer(place, outliers=(just,))) == []
-    assert found(with_layer(place, outliers=())) == []
-
-
-def test_the_worst_outlier_is_named():
-    layers = [
-        dataclasses.replace(
-            layer, outliers=(OutlierDimension(dimension=layer.layer, variance_share=share, kurtosis=3.0),)
-        )
-        for layer, share in zip(HEALTHY.anisotropy.layers, (0.3, 0.8, 0.5), strict=True)
-    ]
-    (only,) = findings(planted("anisotropy", layers=tuple(layers)))
-    assert "80% of the variance at layer 1; 3 of 3 layers" in only.sentence
-
-
-def test_a_loss_that_falls_up_to_the_width():
-    record = planted("rank_needed", still_falling=True, slope=around(0.1), knee=around(60.0, 3.0))
-    assert found(record) == [("width_is_used", "rank_needed")]
-    assert "0.100 nats per token (95%: 0.090 to 0.110)" in findings(record)[0].sentence
-
-
-def test_a_better_head():
-    record = planted("better_head", best_gain=around(0.05))
-    assert found(record) == [("better_head", "better_head")]
-    assert "mos" in findings(record)[0].sentence
-    assert "0.0500 nats per token (95%: 0.0400 to 0.0600)" in findings(record)[0].sentence
-
-
-@pytest.mark.parametrize(
-    "gain",
-    [
-        around(-0.05),
-        around(0.005),
-        # Rounding alone, always the same way.
-        around(3e-7, 1e-7),
-        around(GAIN, 1e-9),
-        Estimate(value=0.5, low=-math.inf, high=math.inf),
-        Estimate(value=math.nan, low=-math.inf, high=math.inf),
-    ],
+DEFICIENT = planted("spectrum", numerical_rank=50)
+NEVER = tuple(UnreachableToken(id=number, text="<b>", depth=0.1) for number in (3, 8, 9))
+OUTLIERS = planted(
+    "anisotropy",
+    layers=tuple(
+        dataclasses.replace(layer(number), outliers=outliers(number, share))
+        for number, share in enumerate((0.3, 0.8, 0.5))
+    ),
 )
-def test_gains_that_are_not_sure_or_nothing_are_no_finding(gain):
-    assert found(planted("better_head", best_gain=gain)) == []
-    assert found(planted("better_head", best="", best_gain=around(0.5))) == []
+UNBOUNDED = Estimate(value=0.5, low=-math.inf, high=math.inf)
+
+# The record, the code and question of its only finding, and words of the finding's sentence.
+FOUND: dict[str, tuple[Diagnosis, str, str, list[str]]] = {
+    "rank": (DEFICIENT, "rank_deficient_head", "spectrum", ["rank 50 of 64", "14 singular values"]),
+    # The rank of the log-probabilities follows from it.
+    "both ranks": (
+        dataclasses.replace(DEFICIENT, logprob_rank=planted("logprob_rank", least_rank=50).logprob_rank),
+        "rank_deficient_head", "spectrum", [],
+    ),
+    "small vocabulary": (small(30), "rank_deficient_head", "spectrum", ["30 of 40", "10 singular values"]),
+    "log-probabilities": (
+        planted("logprob_rank", least_rank=63, ceiling_reason="width 64, RMSNorm"),
+        "rank_deficient_logprobs", "logprob_rank", ["rank 63, where 64", "width 64, RMSNorm"],
+    ),
+    "tokens": (
+        planted("unreachable", never=NEVER, argmaxable=997), "unreachable_tokens", "unreachable",
+        ["3 of 1,000 tokens can never be the most probable one."],
+    ),
+    "equal rows": (
+        planted("unreachable", never=NEVER, duplicates=2), "unreachable_tokens", "unreachable",
+        ["2 of them because another row is equal"],
+    ),
+    "cosine": (with_layer(-1, cosine=around(0.95)), "collapsed_layer", "anisotropy", ["0.95"]),
+    "direction": (with_layer(-1, top_variance_share=0.95), "collapsed_layer", "anisotropy", ["95%"]),
+    "cosine and direction": (
+        with_layer(-1, cosine=around(0.95), top_variance_share=0.95), "collapsed_layer", "anisotropy", [],
+    ),
+    **{
+        f"outlier in {place}": (
+            with_layer(place, outliers=outliers(17, 0.6)), "outlier_dimension", "anisotropy",
+            ["17", "60%", f"layer {place}", "1 of 3 layers"],
+        )
+        for place in range(3)
+    },
+    "largest outlier": (
+        OUTLIERS, "outlier_dimension", "anisotropy", ["80% of the variance at layer 1; 3 of 3 layers"],
+    ),
+    "width": (
+        planted("rank_needed", still_falling=True, slope=around(0.1), knee=around(60.0, 3.0)),
+        "width_is_used", "rank_needed", ["0.100 nats per token (95%: 0.090 to 0.110)"],
+    ),
+    "gain": (
+        planted("better_head", best_gain=around(0.05)), "better_head", "better_head",
+        ["mos", "0.0500 nats per token (95%: 0.0400 to 0.0600)"],
+    ),
+}  # fmt: skip
+
+SOUND: dict[str, Diagnosis] = {
+    "healthy": HEALTHY,
+    **{f"no {name}": dataclasses.replace(HEALTHY, **{name: None}) for name in QUESTIONS},
+    "no answer": dataclasses.replace(HEALTHY, **dict.fromkeys(QUESTIONS)),
+    "small vocabulary": small(40),
+    # A sample of a bent head has no ceiling but its size.
+    "sampled columns": planted("logprob_rank", least_rank=63, method="columns"),
+    "undecided and padding": planted("unreachable", undecided=12, padding_never=50),
+    # Only the states that enter the output matrix count.
+    "inner cosine": with_layer(1, cosine=around(0.95)),
+    "inner direction": with_layer(1, top_variance_share=0.95),
+    "cosine near the bound": with_layer(-1, cosine=around(COLLAPSED + 0.005)),
+    "no layers": planted("anisotropy", layers=()),
+    "outlier below the bound": with_layer(1, outliers=outliers(17, OUTLIER - 0.01)),
+    "no outliers": with_layer(1, outliers=()),
+    "loss of a head": planted("better_head", best_gain=around(-0.05)),
+    # Rounding alone, always the same way.
+    "rounding": planted("better_head", best_gain=around(3e-7, 1e-7)),
+    "gain at the bound": planted("better_head", best_gain=around(GAIN, 1e-9)),
+    "unbounded gain": planted("better_head", best_gain=UNBOUNDED),
+    "no gain": planted("better_head", best_gain=dataclasses.replace(UNBOUNDED, value=math.nan)),
+    "no best head": planted("better_head", best="", best_gain=around(0.5)),
+}
 
 
-def test_findings_come_in_the_order_of_what_to_know_first():
-    never = (UnreachableToken(id=3, text="x", depth=0.1),)
+@pytest.mark.parametrize("name", FOUND)
+def test_a_planted_fact_is_the_only_finding(name: str) -> None:
+    record, code, question, words = FOUND[name]
+    (finding,) = findings(record)
+    assert (finding.code, finding.question) == (code, question)
+    for word in words:
+        assert word in finding.sentence
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_is_not_sure_is_no_finding(name: str) -> None:
+    assert findings(SOUND[name]) == ()
+
+
+def test_findings_come_in_the_order_of_importance() -> None:
     record = dataclasses.replace(
-        planted("spectrum", numerical_rank=50),
-        unreachable=planted("unreachable", never=never).unreachable,
+        DEFICIENT,
+        unreachable=planted("unreachable", never=NEVER).unreachable,
         anisotropy=with_layer(-1, cosine=around(0.99)).anisotropy,
         rank_needed=planted("rank_needed", still_falling=True).rank_needed,
         better_head=planted("better_head", best_gain=around(0.05)).better_head,
     )
-    assert [code for code, _ in found(record)] == [
-        "rank_deficient_head",
-        "unreachable_tokens",
-        "collapsed_layer",
-        "width_is_used",
-        "better_head",
-    ]
+    assert [finding.code for finding in findings(record)] == [
+        "rank_deficient_head", "unreachable_tokens", "collapsed_layer", "width_is_used", "better_head",
+    ]  # fmt: skip

@@ -8,37 +8,25 @@ import math
 import pytest
 
 from fullrank.diagnose.loss_findings import EARLY_SHARE, UNIFORM_SHARE, findings
-from fullrank.results.diagnosis import Diagnosis, Estimate, Loss, ModelFacts, PositionLoss, TextFacts
+from fullrank.results.diagnosis import Diagnosis, Loss, PositionLoss
+from tests.diagnosis_records import around, diagnosis, model_facts, text_facts
 
 VOCABULARY = 50_000
 UNIFORM = math.log(VOCABULARY)
 
 
-def around(value: float, reach: float = 0.1) -> Estimate:
-    return Estimate(value=value, low=value - reach, high=value + reach)
-
-
 def record(by_position: dict[tuple[int, int], float], mean: float, *, begun: bool = False) -> Diagnosis:
-    return Diagnosis(
-        model=ModelFacts(
-            name="planted", source="object", architecture="Planted", parameters=1, layers=1, width=64,
-            vocabulary=VOCABULARY, tokens=VOCABULARY, tied=True, bias=False, logit_scale=1.0, softcap=None,
-            final_norm="", storage="float32", dtype="float32", fingerprint="", notes=(),
-        ),
-        text=TextFacts(
-            sources=(), sha256="", bytes=1, tokens=1, window=512, windows=1, starts_with_bos=begun,
-            fit_tokens=1, choose_tokens=1, held_out_tokens=1,
-        ),
+    return diagnosis(
+        model=model_facts(vocabulary=VOCABULARY, tokens=VOCABULARY),
+        text=text_facts(window=512, starts_with_bos=begun),
         loss=Loss(
-            nats_per_token=around(mean), standard_error=0.05, perplexity=around(math.exp(mean)),
+            nats_per_token=around(mean, 0.1), standard_error=0.05, perplexity=around(math.exp(mean)),
             bits_per_byte=around(1.0), tokens=1, bytes=1, blocks=1,
             by_position=tuple(
                 PositionLoss(first=first, last=last, nats=around(value, 0.5))
                 for (first, last), value in by_position.items()
             ),
         ),
-        findings=(), spectrum=None, anisotropy=None, logprob_rank=None, rank_needed=None, better_head=None,
-        unreachable=None, gradient=None, missing=(), seconds={},
     )  # fmt: skip
 
 
@@ -51,8 +39,8 @@ TRAINED = {
 LOST = {(0, 1): 13.1, (2, 3): 12.4, (4, 7): 11.0, (8, 15): 9.2, (16, 31): 7.0, (32, 63): 5.4, (64, 510): 4.1}
 
 
-def codes(found: Diagnosis) -> list[str]:
-    return [one.code for one in findings(found)]
+def codes(made: Diagnosis) -> list[str]:
+    return [finding.code for finding in findings(made)]
 
 
 def test_a_trained_model_has_none() -> None:
@@ -61,26 +49,19 @@ def test_a_trained_model_has_none() -> None:
 
 @pytest.mark.parametrize(("begun", "remedy"), [(False, "--bos yes"), (True, "--bos no")])
 def test_a_lost_begin_token(begun: bool, remedy: str) -> None:
-    (found,) = findings(record(LOST, 4.9, begun=begun))
-    assert found.code == "early_positions"
-    assert found.question == "loss"
-    assert "lose 10.2 nats, those from 64 on 4.1, a uniform guess 10.8" in found.sentence
-    assert remedy in found.sentence
+    (finding,) = findings(record(LOST, 4.9, begun=begun))
+    assert (finding.code, finding.question) == ("early_positions", "loss")
+    assert "lose 10.2 nats, those from 64 on 4.1, a uniform guess 10.8" in finding.sentence
+    assert remedy in finding.sentence
 
 
 def test_the_bound_is_the_stated_share_of_the_way_to_a_guess() -> None:
     late = 3.0
     bound = late + EARLY_SHARE * (UNIFORM - late)
     for shift, expected in ((0.49, []), (0.51, ["early_positions"])):
-        bins = {
-            (0, 1): 9.0,
-            (2, 3): bound + shift,
-            (4, 7): bound + shift,
-            (8, 15): bound + shift,
-            (64, 510): late,
-        }
+        early = dict.fromkeys([(2, 3), (4, 7), (8, 15)], bound + shift)
         # Half a nat of interval: its low end counts.
-        assert codes(record(bins, 3.3)) == expected
+        assert codes(record({(0, 1): 9.0, **early, (64, 510): late}, 3.3)) == expected
 
 
 def test_short_windows_say_nothing_about_later_positions() -> None:
