@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy
 import pytest
 from hypothesis import given
+from hypothesis import settings as options
 from hypothesis import strategies as some
 
 from fullrank.diagnose.series import correlated_noise
@@ -37,54 +38,15 @@ def _simulations(request: pytest.FixtureRequest) -> Iterator[None]:
 # LAMBADA perplexity, EleutherAI/pythia evals, steps in thousands; every 10,000 steps from 13,000 on.
 STEPS = tuple(range(13, 144, 10))
 PYTHIA_70M = (
-    136.2,
-    121.3,
-    118.1,
-    112.4,
-    94.32,
-    101.7,
-    117.1,
-    124.3,
-    140.5,
-    125.6,
-    120.5,
-    133.1,
-    148.5,
-    142.4,
-)
+    136.2, 121.3, 118.1, 112.4, 94.32, 101.7, 117.1, 124.3, 140.5, 125.6, 120.5, 133.1, 148.5, 142.4,
+)  # fmt: skip
 PYTHIA_410M = (
-    20.94,
-    16.99,
-    15.79,
-    14.96,
-    14.92,
-    12.54,
-    13.01,
-    11.45,
-    11.75,
-    12.04,
-    11.47,
-    11.31,
-    10.54,
-    10.83,
-)
+    20.94, 16.99, 15.79, 14.96, 14.92, 12.54, 13.01, 11.45, 11.75, 12.04, 11.47, 11.31, 10.54, 10.83,
+)  # fmt: skip
 PYTHIA_1B = (15.20, 12.42, 11.14, 10.53, 9.875, 9.157, 8.778, 8.709, 8.507, 8.310, 8.067, 7.663, 7.576, 7.916)
 PYTHIA_2800M = (
-    10.21,
-    7.897,
-    7.170,
-    6.793,
-    6.360,
-    5.989,
-    5.586,
-    5.545,
-    5.428,
-    5.201,
-    5.060,
-    5.007,
-    5.023,
-    5.036,
-)
+    10.21, 7.897, 7.170, 6.793, 6.360, 5.989, 5.586, 5.545, 5.428, 5.201, 5.060, 5.007, 5.023, 5.036,
+)  # fmt: skip
 
 
 def curve(
@@ -93,16 +55,10 @@ def curve(
     """A curve with standard errors of a share `error` of its values."""
     numbers = tuple(float(value) for value in values)  # type: ignore[attr-defined]
     return Curve(
-        model="m",
-        shots=None,
-        metric="ppl",
-        unit="perplexity",
-        lower_is_better=lower_is_better,
-        steps=tuple(int(step) for step in steps),  # type: ignore[attr-defined]
-        values=numbers,
+        model="m", shots=None, metric="ppl", unit="perplexity", lower_is_better=lower_is_better, dropped=0,
+        steps=tuple(int(step) for step in steps), values=numbers,  # type: ignore[attr-defined]
         standard_errors=None if error is None else tuple(error * value for value in numbers),
-        dropped=0,
-    )
+    )  # fmt: skip
 
 
 def thousands(steps: tuple[int, ...]) -> list[int]:
@@ -110,6 +66,7 @@ def thousands(steps: tuple[int, ...]) -> list[int]:
 
 
 STEADY = 1000 * numpy.arange(1, 21)
+"""Level curves are simulated once for the same steps, so that most tests share these."""
 
 
 def vee(fall: float, rise: float, count: int = 20) -> numpy.ndarray:
@@ -152,24 +109,18 @@ def test_early_phase_changes_nothing() -> None:
     assert long == dataclasses.replace(short, first_step=13_000)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("count", [0, 1, 5])
 def test_too_few_points_are_undecided(count: int) -> None:
     found = saturation(
         curve(thousands((63, 93, 123, 133, 143))[:count], (30, 24.1, 55.9, 60, 32)[:count], 0.04)
     )
     assert found.outcome == UNDECIDED
-    assert f"{count} usable" in found.reason
+    assert (f"{count} usable" if count else "no usable value") in found.reason
     assert found.p_value == 1.0
     assert math.isnan(found.interval[0])
 
 
-def test_no_points() -> None:
-    found = saturation(curve((), ()))
-    assert found.outcome == UNDECIDED
-    assert found.reason
-
-
-@pytest.mark.parametrize("error", [None, 0.002, 0.014, 0.1])
+@pytest.mark.parametrize("error", [None, 0.1])
 def test_errors_that_checkpoints_share_hide_no_rise(error: float | None) -> None:
     found = saturation(curve(STEADY, scattered(vee(0.2, 0.04), 0.002), error))
     assert found.outcome == TURNED
@@ -178,9 +129,9 @@ def test_errors_that_checkpoints_share_hide_no_rise(error: float | None) -> None
 
 def test_paired_errors_count_as_noise() -> None:
     """What differs between checkpoints, block by block, is noise of the difference."""
-    one = curve(STEADY, scattered(vee(0.2, 0.04), 0.002))
+    plain = curve(STEADY, scattered(vee(0.2, 0.04), 0.002))
     sure, unsure = (
-        saturation(dataclasses.replace(one, paired_errors=tuple(share * value for value in one.values)))
+        saturation(dataclasses.replace(plain, paired_errors=tuple(share * value for value in plain.values)))
         for share in (0.001, 0.03)
     )
     assert sure.outcome == TURNED
@@ -206,24 +157,22 @@ def test_a_swing_after_the_turn_is_no_noise() -> None:
     assert found.noise_percent < 15
 
 
-@pytest.mark.parametrize("place", [3, 8, 12, 13, 14])
+@pytest.mark.parametrize("place", [3, 8, 11, 12, 13])
 def test_one_spike_is_no_turn(place: int) -> None:
-    heights = -0.2 * numpy.log(numpy.arange(1, 16))
+    heights = -0.2 * numpy.log(numpy.arange(1, 15))
     heights[place] += 0.5
-    found = saturation(curve(range(1000, 16000, 1000), scattered(heights, 0.01, place)))
-    assert found.outcome != TURNED
+    assert saturation(curve(thousands(STEPS), scattered(heights, 0.01, place))).outcome != TURNED
 
 
 def test_recovered_curve_lost_nothing() -> None:
-    heights = numpy.array([3, 2, 1, 1.2, 1.4, 1.4, 1.2, 1.0, 0.99, 0.98])
-    found = saturation(curve(range(1, 11), numpy.exp(heights)))
+    heights = [*numpy.linspace(5, 3.2, 10), 3, 2, 1, 1.2, 1.4, 1.4, 1.2, 1.0, 0.99, 0.98]
+    found = saturation(curve(STEADY, numpy.exp(heights)))
     assert found.outcome != TURNED
-    assert found.lost_percent == 0
-    assert found.best_step == 10
+    assert (found.lost_percent, found.best_step) == (0, 20_000)
 
 
 def test_a_sure_rise_that_is_too_small_is_not_material() -> None:
-    found = saturation(curve(range(1, 31), scattered(vee(0.1, 0.01, 30), 0.0002)))
+    found = saturation(curve(STEADY, scattered(vee(0.1, 0.01), 0.0002)))
     assert found.p_value < module.LEVEL
     assert found.outcome == NOT_TURNED
 
@@ -234,19 +183,18 @@ def test_accuracy_turns_downwards() -> None:
     assert found.outcome == TURNED
     assert found.lost_percent == pytest.approx(25, abs=2)
     assert found.best_value == values.max()
-    assert saturation(curve(range(1, 11), numpy.linspace(0.2, 0.4, 10), None, False)).outcome == NOT_TURNED
-    assert saturation(curve(range(1, 11), numpy.zeros(10), None, False)).outcome != TURNED
+    assert saturation(curve(STEADY, numpy.linspace(0.2, 0.4, 20), None, False)).outcome == NOT_TURNED
+    assert saturation(curve(STEADY, numpy.zeros(20), None, False)).outcome != TURNED
 
 
 def test_constant_and_smooth_curves() -> None:
-    for values in (numpy.full(12, 7.0), numpy.geomspace(9, 3, 12)):
-        found = saturation(curve(range(1, 13), values))
+    for values in (numpy.full(20, 7.0), numpy.geomspace(9, 3, 20)):
+        found = saturation(curve(STEADY, values))
         assert found.outcome == NOT_TURNED
         assert found.p_value > 0.2
         assert found.lost_percent == 0
-    rising = saturation(curve(range(1, 13), numpy.geomspace(3, 9, 12)))
-    assert rising.outcome == TURNED
-    assert rising.best_step == 1
+    rising = saturation(curve(STEADY, numpy.geomspace(3, 9, 20)))
+    assert (rising.outcome, rising.best_step) == (TURNED, 1000)
 
 
 # Four seconds, of one curve of 5,000 points.
@@ -262,9 +210,10 @@ def test_very_long_curves_are_pooled() -> None:
 
 
 def test_same_seed_same_answer() -> None:
-    one = curve(thousands(STEPS), PYTHIA_70M, 0.04)
-    assert saturation(one, seed=3) == saturation(one, seed=3)
-    assert saturation(one, seed=3).interval != saturation(one, seed=4).interval
+    short = curve(range(6), scattered(vee(0.2, 0.04, 6), 0.002))
+    first, again, other = (saturation(short, seed=seed) for seed in (3, 3, 4))
+    assert first == again
+    assert first.interval != other.interval
 
 
 def test_holm() -> None:
@@ -273,20 +222,19 @@ def test_holm() -> None:
 
 
 def test_many_curves_must_be_clearer() -> None:
-    """One alarm among all curves of a call is as rare as one for a single curve."""
-    one = curve(STEADY, scattered(vee(0.2, 0.04), 0.002))
-    others = [curve(STEADY, scattered(numpy.linspace(0.3, 0, 20), 0.01, seed)) for seed in range(1, 20)]
-    alone, among = saturation(one), saturations([one, *others])[0].record
+    """An alarm among all curves of a call is as rare as one for a single curve."""
+    turned = curve(STEADY, scattered(vee(0.2, 0.04), 0.002))
+    others = [curve(STEADY, scattered(numpy.linspace(0.3, 0, 20), 0.01, seed)) for seed in range(1, 5)]
+    alone, among = saturation(turned), saturations([turned, *others])[0].record
     assert among.p_value == alone.p_value
-    assert among.adjusted_p == pytest.approx(20 * alone.p_value)
+    assert among.adjusted_p == pytest.approx(5 * alone.p_value)
     assert among.smallest_rise_percent > alone.smallest_rise_percent
 
 
 def test_few_points_among_many_curves_show_no_rise_at_all() -> None:
     """Eight points of one curve, at the level that thirty curves leave it: not 1e17 percent."""
-    short = curve(range(8), scattered(numpy.linspace(0.1, 0, 8), 0.002))
-    others = [curve(STEADY, scattered(numpy.linspace(0.3, 0, 20), 0.01, seed)) for seed in range(1, 30)]
-    alone, among = saturation(short), saturations([short, *others])[0].record
+    curves = [curve(range(8), scattered(numpy.linspace(0.1, 0, 8), 0.002, seed)) for seed in range(30)]
+    alone, among = saturation(curves[0]), saturations(curves)[0].record
     assert alone.smallest_rise_percent < 10
     assert "would have been seen" in alone.power
     assert math.isinf(among.smallest_rise_percent)
@@ -306,10 +254,8 @@ def test_a_difference_is_tested_as_one() -> None:
     assert p_value > 0.05
 
 
-@given(
-    heights=some.lists(some.floats(-3, 3), min_size=1, max_size=8),
-    lower=some.booleans(),
-)
+@options(max_examples=30)
+@given(heights=some.lists(some.floats(-3, 3), min_size=1, max_size=8), lower=some.booleans())
 def test_any_curve_has_a_sane_answer(heights: list[float], lower: bool) -> None:
     values = numpy.exp(heights)
     found = saturation(curve(range(len(values)), values, None, lower))
@@ -322,7 +268,10 @@ def test_any_curve_has_a_sane_answer(heights: list[float], lower: bool) -> None:
     assert not (found.turned and found.lost_percent < module.MATERIAL_PERCENT)
 
 
-@pytest.mark.parametrize(("correlation", "most"), [(0.5, 2), (0.8, 3)])
+# The stronger correlation is the harder: a call of this test tests 80 curves.
+@pytest.mark.parametrize(
+    ("correlation", "most"), [pytest.param(0.5, 2, marks=pytest.mark.slow), (0.8, 3)]
+)
 def test_false_alarms_are_rare_where_noise_is_correlated(correlation: float, most: int) -> None:
     """Of 80 level curves, on which alarms are most frequent: 2% and a little for the luck of the draw.
 
@@ -332,16 +281,15 @@ def test_false_alarms_are_rare_where_noise_is_correlated(correlation: float, mos
     assert sum(saturation(curve(thousands(STEPS), numpy.exp(row))).p_value < 0.01 for row in drawn) <= most
 
 
-@pytest.mark.parametrize("error", [None, 0.014])
-def test_planted_turns_are_found(error: float | None) -> None:
+def test_planted_turns_are_found() -> None:
     """Of 4% with 0.2% scatter: down to the middle of 14 checkpoints, and back up."""
     found = [
-        saturation(curve(thousands(STEPS), scattered(vee(0.2, 0.04, 14), 0.002, seed), error))
+        saturation(curve(thousands(STEPS), scattered(vee(0.2, 0.04, 14), 0.002, seed), 0.014))
         for seed in range(40)
     ]
-    assert sum(one.turned for one in found) >= 36
+    assert sum(record.turned for record in found) >= 36
     truth = 100 * math.expm1(0.04)
-    assert sum(one.interval[0] <= truth <= one.interval[1] for one in found) >= 36
+    assert sum(record.interval[0] <= truth <= record.interval[1] for record in found) >= 36
 
 
 def test_record_is_plain() -> None:
