@@ -269,9 +269,7 @@ def test_any_curve_has_a_sane_answer(heights: list[float], lower: bool) -> None:
 
 
 # The stronger correlation is the harder: a call of this test tests 80 curves.
-@pytest.mark.parametrize(
-    ("correlation", "most"), [pytest.param(0.5, 2, marks=pytest.mark.slow), (0.8, 3)]
-)
+@pytest.mark.parametrize(("correlation", "most"), [pytest.param(0.5, 2, marks=pytest.mark.slow), (0.8, 3)])
 def test_false_alarms_are_rare_where_noise_is_correlated(correlation: float, most: int) -> None:
     """Of 80 level curves, on which alarms are most frequent: 2% and a little for the luck of the draw.
 
