@@ -107,7 +107,6 @@ def test_results_page_and_table(diagnose: Run, tmp_path: Path, capsys: pytest.Ca
     assert json.loads((out / "results.json").read_text())["logprob_rank"]["least_rank"] == 16
     for question in QUESTIONS:
         assert question in printed.out
-    assert record.loss is not None
     assert f"{record.loss.nats_per_token.value:.3f}" in printed.out
     assert "least rank 16" in printed.out
     # The verdict comes first, and names the reason why there is none.

@@ -136,7 +136,6 @@ def test_one_run(write_run: Callable[..., Path], tmp_path: Path, capsys: pytest.
         assert words in printed
     record, _ = results.load(out / "results.json")
     assert isinstance(record, Training)
-    assert record.saturation is not None
     assert record.saturation.turned
     page = (out / "report.html").read_text()
     assert "Training mine" in page

@@ -1,13 +1,16 @@
-"""A diagnosis from end to end on tiny models: all answers, kept answers, interruptions, and failures."""
+"""Diagnoses of tiny models: all answers, earlier answers, interruptions, and failures."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import math
 import random
+import shutil
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,19 +46,17 @@ from tests.peak_memory import peak_bytes
 pytestmark = pytest.mark.usefixtures("few_orderings")
 
 Build = Callable[..., Path]
+Ask = Callable[..., Diagnosis]
+Earlier = tuple[Path, Diagnosis]
+Reported = tuple[Diagnosis, list[tuple[str, float]]]
+Patch = pytest.MonkeyPatch
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 FAST = ("loss", "spectrum", "gradient")
 FITS = ("rank_needed", "better_head")
 SMALL = Settings(
-    tokens=1024,
-    window=64,
-    heads=("mos",),
-    components=2,
-    seeds=1,
-    fit_work=1e9,
-    search_seconds=60.0,
+    tokens=1024, window=64, heads=("mos",), components=2, seeds=1, fit_work=1e9, search_seconds=60.0,
     gradient_tokens=128,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,33 +72,47 @@ def directory(tiny_checkpoint: Build) -> Path:
     return tiny_checkpoint("llama", tie_word_embeddings=False)
 
 
-Said = list[tuple[str, float]]
+@pytest.fixture(scope="module")
+def ask(directory: Path, text: Path) -> Ask:
+    """ask(**options): a diagnosis of the tiny model on the text, with SMALL for settings."""
+    return functools.partial(run, directory, text=[text], settings=SMALL)
 
 
 @pytest.fixture(scope="module")
-def told(directory: Path, text: Path, few_orderings: None) -> tuple[Diagnosis, Said]:
-    """All eight questions, and what was said of their progress."""
-    said: Said = []
-    found = run(
-        directory, text=[text], settings=SMALL, progress=lambda stage, share: said.append((stage, share))
-    )
-    return found, said
+def reported(ask: Ask, few_orderings: None) -> Reported:
+    """All eight questions, and the reports of progress."""
+    reports: list[tuple[str, float]] = []
+    return ask(progress=lambda stage, share: reports.append((stage, share))), reports
 
 
 @pytest.fixture(scope="module")
-def whole(told: tuple[Diagnosis, Said]) -> Diagnosis:
-    return told[0]
+def whole(reported: Reported) -> Diagnosis:
+    return reported[0]
+
+
+@pytest.fixture(scope="module")
+def finished(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the answers to FAST."""
+    out = tmp_path_factory.mktemp("finished")
+    ask(out=out, only=FAST)
+    return out
 
 
 @pytest.fixture
-def provenance() -> results.Provenance:
-    return results.provenance(seed=0, device="cpu")
+def earlier(finished: Path, tmp_path: Path) -> Earlier:
+    """A copy of it, and its record."""
+    shutil.copytree(finished, tmp_path / "earlier")
+    return tmp_path / "earlier", record_in(finished)
 
 
-def timeless(record: Diagnosis) -> Diagnosis:
-    found = record.unreachable
-    found = None if found is None else dataclasses.replace(found, seconds=0.0)
-    return dataclasses.replace(record, seconds={}, unreachable=found, answered={})
+def record_in(out: Path) -> Diagnosis:
+    record, _ = results.load(out / "results.json")
+    assert isinstance(record, Diagnosis)
+    return record
+
+
+def reasons(record: Diagnosis) -> dict[str, str]:
+    return {missing.question: missing.reason for missing in record.missing}
 
 
 def values(record: object) -> Iterator[tuple[str, Any]]:
@@ -138,23 +153,16 @@ def test_the_facts_fit_together(whole: Diagnosis, text: Path) -> None:
     assert not whole.text.starts_with_bos
     parts = (whole.text.fit_tokens, whole.text.choose_tokens, whole.text.held_out_tokens)
     assert parts == (9 * 63, 2 * 63, 5 * 63)
-    assert whole.loss is not None
     assert (whole.loss.tokens, whole.loss.bytes) == (whole.text.tokens, whole.text.bytes)
     # Untrained: near the loss of a guess.
     assert whole.loss.nats_per_token.value == pytest.approx(math.log(300), abs=0.2)
-    assert whole.logprob_rank is not None
     assert whole.logprob_rank.least_rank == whole.logprob_rank.ceiling == 32
     assert whole.logprob_rank.contexts == whole.text.tokens
-    assert whole.anisotropy is not None
     assert [layer.name for layer in whole.anisotropy.layers] == ["embedding", "block 1", "block 2", "output"]
-    assert whole.better_head is not None
     assert [fit.head for fit in whole.better_head.fits] == ["softmax", "softmax_equal", "mos"]
     assert whole.better_head.held_out_tokens == whole.text.held_out_tokens
-    assert whole.rank_needed is not None
     assert whole.rank_needed.points[-1].rank == 32
-    assert whole.unreachable is not None
     assert whole.unreachable.argmaxable + len(whole.unreachable.never) + whole.unreachable.undecided == 300
-    assert whole.gradient is not None
     assert 128 <= whole.gradient.tokens < 256
 
 
@@ -163,60 +171,43 @@ def test_the_loss_is_that_of_the_model(whole: Diagnosis, directory: Path, text: 
     windows = collect.tokenise(loaded.tokenizer, [text], tokens=1024, window=64, longest=None)
     with torch.no_grad():
         found = loaded.model(input_ids=windows.ids, labels=windows.ids).loss
-    assert whole.loss is not None
     assert whole.loss.nats_per_token.value == pytest.approx(float(found), rel=1e-5)
     bits = float(found) * windows.ids[:, 1:].numel() / math.log(2) / whole.text.bytes
     assert whole.loss.bits_per_byte.value == pytest.approx(bits, rel=1e-5)
 
 
-def test_the_record_survives_its_file(
-    whole: Diagnosis, tmp_path: Path, provenance: results.Provenance
-) -> None:
-    path = tmp_path / "results.json"
-    results.save(whole, path, provenance)
-    record, made = results.load(path)
-    assert record == whole
-    assert made == provenance
-    document = json.loads(path.read_text())
+def test_the_record_survives_its_file(whole: Diagnosis, tmp_path: Path) -> None:
+    made = results.provenance(seed=0, device="cpu")
+    results.save(whole, tmp_path / "results.json", made)
+    assert results.load(tmp_path / "results.json") == (whole, made)
+    document = json.loads((tmp_path / "results.json").read_text())
     assert document["kind"] == "diagnosis"
     assert document["logprob_rank"]["least_rank"] == 32
 
 
-@pytest.mark.slow(reason="a diagnosis once more; models that came otherwise, below, get these very answers")
-def test_two_runs_agree(whole: Diagnosis, directory: Path, text: Path) -> None:
-    assert timeless(run(directory, text=[text], settings=SMALL)) == timeless(whole)
-
-
-def test_another_seed_draws_otherwise(whole: Diagnosis, directory: Path, text: Path) -> None:
-    settings = dataclasses.replace(SMALL, seed=1)
-    other = run(directory, text=[text], settings=settings, only=["anisotropy", "loss"])
+def test_another_seed_draws_otherwise(whole: Diagnosis, ask: Ask) -> None:
+    other = ask(settings=dataclasses.replace(SMALL, seed=1), only=["anisotropy", "loss"])
     assert other.loss == whole.loss
     assert other.anisotropy != whole.anisotropy
-
-
-FAMILIES = ("gpt2", "gemma2", "phi", "opt", "padded", "mamba")
 
 
 @pytest.mark.parametrize(
     ("family", "fits"),
     [
-        *((family, False) for family in FAMILIES),
-        # Fits see states and an output layer, whatever the body: the family of all other tests has them.
-        *(pytest.param(family, True, marks=pytest.mark.slow) for family in FAMILIES),
+        *((family, False) for family in ("gemma2", "phi", "opt", "padded", "mamba")),
+        # Fits see states and an output layer, of any body: only a soft cap is another path.
+        pytest.param("gemma2", True, marks=pytest.mark.slow),
     ],
 )
 def test_other_families_are_answered_in_full(
     family: str, fits: bool, tiny_checkpoint: Build, text: Path
 ) -> None:
-    changes: dict[str, Any] = {"opt": {"word_embed_proj_dim": 16}, "padded": {"vocab_size": 320}}.get(
-        family, {}
-    )
+    changes = {"opt": {"word_embed_proj_dim": 16}, "padded": {"vocab_size": 320}}.get(family, {})
     directory = tiny_checkpoint("llama" if family == "padded" else family, **changes)
     settings = dataclasses.replace(SMALL, tokens=512, power=False)
     skipped = {"unreachable", *(() if fits else FITS)}
     found = run(directory, text=[text], settings=settings, skip=sorted(skipped))
-    assert {one.question for one in found.missing} == skipped
-    assert found.logprob_rank is not None
+    assert set(reasons(found)) == skipped
     assert found.logprob_rank.method == ("columns" if family == "gemma2" else "core")
     if family == "padded":
         assert found.logprob_rank.columns == 300
@@ -226,22 +217,28 @@ def test_other_families_are_answered_in_full(
 # Which questions
 
 
-def test_only_and_skip(directory: Path, text: Path) -> None:
-    only = run(directory, text=[text], settings=SMALL, only=["loss", "spectrum"], skip=["spectrum"])
-    assert [name for name in QUESTIONS if getattr(only, name) is not None] == ["loss"]
-    assert {one.question: one.reason for one in only.missing} == {
-        name: NOT_ASKED for name in QUESTIONS if name != "loss"
-    }
-    assert tuple(only.seconds) == ("loss",)
+def test_only_and_skip(ask: Ask) -> None:
+    found = ask(only=["loss", "spectrum"], skip=["spectrum"])
+    assert [name for name in QUESTIONS if getattr(found, name) is not None] == ["loss"]
+    assert reasons(found) == {name: NOT_ASKED for name in QUESTIONS if name != "loss"}
+    assert tuple(found.seconds) == ("loss",)
 
 
-def test_unknown_questions_and_none_at_all_are_refused(directory: Path, text: Path) -> None:
-    with pytest.raises(FullrankError, match=r"no question is called speed: expected some of loss, spectrum"):
-        run(directory, text=[text], only=["speed"])
-    with pytest.raises(FullrankError, match="no question is called pace"):
-        run(directory, text=[text], skip=["pace"])
-    with pytest.raises(FullrankError, match="leave no question"):
-        run(directory, text=[text], only=["loss"], skip=["loss"])
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        ({"only": ["speed"]}, {}, "no question is called speed: expected some of loss, spectrum"),
+        ({"skip": ["pace"]}, {}, "no question is called pace"),
+        ({"only": ["loss"], "skip": ["loss"]}, {}, "leave no question"),
+        ({}, {"tokens": 100}, "expected 256 or more"),
+        ({}, {"window": 4}, "expected 8 or more"),
+        ({}, {"memory": 1000}, "--memory"),
+    ],
+)
+def test_refusals(options: dict[str, Any], changes: dict[str, Any], message: str, ask: Ask) -> None:
+    settings = dataclasses.replace(SMALL, **changes)
+    with pytest.raises(FullrankError, match=message):
+        ask(settings=settings, **options)
 
 
 def test_the_questions_of_the_command_line_are_those_of_the_record() -> None:
@@ -253,22 +250,10 @@ def test_the_questions_of_the_command_line_are_those_of_the_record() -> None:
     assert tuple(_ANSWERS) == (*QUESTIONS, *BY_NAME)
 
 
-def test_too_little_of_anything_is_refused(directory: Path, text: Path) -> None:
-    for changes, words in (
-        ({"tokens": 100}, "expected 256 or more"),
-        ({"window": 4}, "expected 8 or more"),
-        ({"memory": 1000}, "--memory"),
-    ):
-        with pytest.raises(FullrankError, match=words):
-            run(directory, text=[text], settings=dataclasses.replace(SMALL, **changes))
-
-
-def test_few_tokens_answer_what_they_can(directory: Path, text: Path) -> None:
-    few = dataclasses.replace(SMALL, tokens=256, window=32)
-    found = run(directory, text=[text], settings=few, skip=["unreachable"])
-    reasons = {one.question: one.reason for one in found.missing}
-    assert set(reasons) == {"rank_needed", "better_head", "unreachable"}
-    assert "too few to fit" in reasons["better_head"]
+def test_few_tokens_answer_what_they_can(ask: Ask) -> None:
+    found = ask(settings=dataclasses.replace(SMALL, tokens=256, window=32), skip=["unreachable"])
+    assert set(reasons(found)) == {"rank_needed", "better_head", "unreachable"}
+    assert "too few to fit" in reasons(found)["better_head"]
     assert found.loss is not None
 
 
@@ -276,7 +261,7 @@ def test_few_tokens_answer_what_they_can(directory: Path, text: Path) -> None:
 
 
 def test_every_answer_is_on_disk_before_the_next_question(
-    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     seen = []
 
@@ -286,17 +271,17 @@ def test_every_answer_is_on_disk_before_the_next_question(
 
     monkeypatch.setattr(Answers, "spectrum", look)
     monkeypatch.setattr(Answers, "gradient", look)
-    final = run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST)
+    final = ask(out=tmp_path, only=FAST)
     (first, made), (second, _) = seen
     assert first.loss == final.loss
-    assert {one.question: one.reason for one in first.missing} == {
+    assert reasons(first) == {
         name: INTERRUPTED if name in FAST else NOT_ASKED for name in QUESTIONS if name != "loss"
     }
-    assert {one.question: one.reason for one in second.missing}["spectrum"] == "looked"
+    assert reasons(second)["spectrum"] == "looked"
     answered = first.answered["loss"]
     assert (answered.settings, answered.text) == ({}, final.text.sha256)
     assert (answered.made.seed, answered.made.command) == (0, made.command)
-    assert results.load(tmp_path / "results.json")[0] == final
+    assert record_in(tmp_path) == final
 
 
 def test_an_answer_names_the_settings_that_it_reads(whole: Diagnosis) -> None:
@@ -305,7 +290,7 @@ def test_an_answer_names_the_settings_that_it_reads(whole: Diagnosis) -> None:
     assert whole.answered["unreachable"].settings == {"seed": "0", "search_seconds": "60.0"}
     fits = whole.answered["better_head"].settings
     # Every setting is read by some question, or says how much text there is, or how much memory.
-    every = {name for one in whole.answered.values() for name in one.settings}
+    every = {name for answered in whole.answered.values() for name in answered.settings}
     every |= {"tokens", "body_work", "most_tokens", "window", "memory", "attention_loss_tokens"}
     assert every == {field.name for field in dataclasses.fields(Settings)}
     assert fits["heads"] == "mos"
@@ -313,183 +298,172 @@ def test_an_answer_names_the_settings_that_it_reads(whole: Diagnosis) -> None:
 
 
 def test_earlier_answers_of_the_same_model_and_text_are_kept(
-    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, earlier: Earlier, monkeypatch: Patch
 ) -> None:
-    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss", "spectrum"])
+    out, first = earlier
     monkeypatch.setattr(collect, "states", None)  # the states are kept as well
-    said: list[str] = []
-    second = run(
-        directory, text=[text], settings=SMALL, out=tmp_path, only=["spectrum", "gradient"], say=said.append
-    )
-    assert (second.loss, second.spectrum) == (first.loss, first.spectrum)
-    assert second.gradient is not None
-    assert second.seconds["loss"] == first.seconds["loss"]
-    assert second.answered["spectrum"] == first.answered["spectrum"]
-    assert {one.question for one in second.missing} == set(QUESTIONS) - set(FAST)
-    assert second.findings == first.findings
-    (line,) = said
+    lines: list[str] = []
+    second = ask(out=out, only=["spectrum", "anisotropy"], say=lines.append)
+    for name in FAST:
+        assert getattr(second, name) == getattr(first, name)
+        assert second.answered[name] == first.answered[name]
+        assert second.seconds[name] == first.seconds[name]
+    assert second.anisotropy is not None
+    assert set(reasons(second)) == set(QUESTIONS) - {*FAST, "anisotropy"}
+    assert set(first.findings) <= set(second.findings)
+    (line,) = lines
     assert line.endswith("on the same model and text: spectrum (--fresh asks anew)")
 
 
-def test_nothing_is_run_where_everything_is_known(
-    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST)
+def test_nothing_is_run_where_every_answer_is_on_disk(ask: Ask, earlier: Earlier, monkeypatch: Patch) -> None:
+    out, first = earlier
     monkeypatch.setattr(collect, "collect", None)
-    assert run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST) == first
+    assert ask(out=out, only=FAST) == first
 
 
-def test_fresh_asks_anew(directory: Path, text: Path, tmp_path: Path) -> None:
-    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss", "spectrum"])
-    again = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"], fresh=True)
+def test_fresh_asks_anew(ask: Ask, earlier: Earlier) -> None:
+    out, first = earlier
+    again = ask(out=out, only=["loss"], fresh=True)
     assert again.seconds["loss"] != first.seconds["loss"]
     assert again.seconds["spectrum"] == first.seconds["spectrum"]
     assert again.loss == first.loss
 
 
-def test_answers_of_other_settings_are_asked_for_again(directory: Path, text: Path, tmp_path: Path) -> None:
-    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST)
+def test_answers_of_other_settings_are_asked_for_again(ask: Ask, earlier: Earlier) -> None:
+    out, first = earlier
     other = dataclasses.replace(SMALL, gradient_tokens=64)
     with pytest.raises(
         FullrankError,
         match=r"answer to gradient with other settings \(gradient_tokens 128, now 64\), which this run would",
     ):
-        run(directory, text=[text], settings=other, out=tmp_path, only=["loss"])
-    second = run(directory, text=[text], settings=other, out=tmp_path, only=FAST)
+        ask(settings=other, out=out, only=["loss"])
+    second = ask(settings=other, out=out, only=FAST)
     assert (second.seconds["loss"], second.loss) == (first.seconds["loss"], first.loss)
-    assert first.gradient is not None
-    assert second.gradient is not None
     assert second.gradient.tokens < first.gradient.tokens
-    replaced = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"], replace=True)
+    replaced = ask(out=out, only=["loss"], replace=True)
     assert replaced.gradient is None
     assert replaced.seconds["loss"] == first.seconds["loss"]
 
 
 def test_answers_of_another_version_are_asked_for_again(
-    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, earlier: Earlier, monkeypatch: Patch
 ) -> None:
-    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"])
+    out, first = earlier
     monkeypatch.setattr("fullrank.diagnose.results_file.__version__", "9.9")
-    assert run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"]).seconds != first.seconds
+    assert ask(out=out, only=["loss"], replace=True).seconds["loss"] != first.seconds["loss"]
 
 
-def test_results_of_another_text_model_or_size_are_not_replaced_in_silence(
-    directory: Path, text: Path, tiny_checkpoint: Build, tmp_path: Path
-) -> None:
-    other = tmp_path / "other.txt"
-    other.write_text(text.read_text(encoding="utf8")[::-1], encoding="utf8")
-    # The text is the same to its end, only less of it is used.
-    fewer = dataclasses.replace(SMALL, tokens=960)
-    mistral = tiny_checkpoint("mistral")
-    for words, model, changes in (
-        ("another text, 16 windows of 64 tokens from prose.txt", directory, {"text": [other]}),
-        ("another model, llama", mistral, {}),
-        ("15 windows", directory, {"settings": fewer}),
-        ("this model in float32, not in float64", directory, {"dtype": torch.float64}),
-    ):
-        options: dict[str, Any] = {"text": [text], "settings": SMALL, "out": tmp_path / words[:12]}
-        run(directory, **options, only=["loss"])
-        before = {path: path.read_bytes() for path in options["out"].rglob("*") if path.is_file()}
-        with pytest.raises(FullrankError, match=f"{words}.*choose another --out, or --replace"):
-            run(model, **options | changes, only=["spectrum"])
-        assert {path: path.read_bytes() for path in options["out"].rglob("*") if path.is_file()} == before
-        second = run(model, **options | changes, only=["spectrum"], replace=True)
-        assert second.loss is None, words
-        assert second.spectrum is not None
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("text", "another text, 16 windows of 64 tokens from prose.txt"),
+        ("model", "another model, llama"),
+        # The text is the same to its end, only less of it is used.
+        ("tokens", "15 windows"),
+        ("dtype", "this model in float32, not in float64"),
+    ],
+)
+def test_results_of_another_text_model_or_size_are_replaced_on_request_only(
+    changed: str, message: str, ask: Ask, text: Path, tiny_checkpoint: Build,
+    earlier: Earlier,
+) -> None:  # fmt: skip
+    out, _ = earlier
+    changes: dict[str, Any] = {"text": [text], "settings": SMALL}
+    if changed == "text":
+        changes["text"] = [out.parent / "other.txt"]
+        changes["text"][0].write_text(text.read_text(encoding="utf8")[::-1], encoding="utf8")
+    elif changed == "tokens":
+        changes["settings"] = dataclasses.replace(SMALL, tokens=960)
+    elif changed == "dtype":
+        changes["dtype"] = torch.float64
+    else:
+        ask = functools.partial(run, tiny_checkpoint("mistral"))
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(FullrankError, match=f"{message}.*choose another --out, or --replace"):
+        ask(**changes, out=out, only=["spectrum"])
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    second = ask(**changes, out=out, only=["spectrum"], replace=True)
+    assert second.loss is None
+    assert second.spectrum is not None
 
 
-def test_results_that_cannot_be_read_are_not_replaced_in_silence(
-    directory: Path, text: Path, tmp_path: Path
-) -> None:
-    for content in ("{", '{"kind": "diagnosis", "version": 99, "made": {}}'):
-        (tmp_path / "results.json").write_text(content)
-        with pytest.raises(FullrankError, match="choose another --out"):
-            run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss"])
-        options: dict[str, Any] = {"settings": SMALL, "out": tmp_path, "only": ["loss"], "replace": True}
-        assert run(directory, text=[text], **options).loss is not None
+@pytest.mark.parametrize("content", ["{", '{"kind": "diagnosis", "version": 99, "made": {}}'])
+def test_unreadable_results_are_replaced_on_request_only(content: str, ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(FullrankError, match="choose another --out"):
+        ask(out=tmp_path, only=["loss"])
+    assert ask(out=tmp_path, only=["loss"], replace=True).loss is not None
 
 
 # What goes wrong
 
 
-def patch_question(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> None:
+def patch_question(monkeypatch: Patch, name: str, error: BaseException) -> None:
     def fail(self: object, progress: object) -> object:
         raise error
 
     monkeypatch.setattr(Answers, name, fail)
 
 
-def test_an_interruption_keeps_what_is_finished(
-    directory: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_keeps_the_finished_answers(ask: Ask, monkeypatch: Patch) -> None:
     patch_question(monkeypatch, "anisotropy", KeyboardInterrupt())
     with pytest.raises(Interrupted) as caught:
-        run(directory, text=[text], settings=SMALL, skip=["better_head"])
+        ask(skip=["better_head"])
     record = caught.value.record
     assert record.loss is not None
     assert record.spectrum is not None
-    reasons = {one.question: one.reason for one in record.missing}
-    assert reasons == {
-        "anisotropy": INTERRUPTED,
-        "logprob_rank": INTERRUPTED,
-        "rank_needed": INTERRUPTED,
-        "better_head": NOT_ASKED,
-        "unreachable": INTERRUPTED,
-        "gradient": INTERRUPTED,
-    }
+    unanswered = {"anisotropy", "logprob_rank", "rank_needed", "unreachable", "gradient"}
+    assert reasons(record) == {"better_head": NOT_ASKED, **dict.fromkeys(unanswered, INTERRUPTED)}
     assert tuple(record.seconds) == ("loss", "spectrum")
 
 
 def test_an_interruption_does_not_lose_earlier_answers(
-    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, earlier: Earlier, monkeypatch: Patch
 ) -> None:
-    first = run(directory, text=[text], settings=SMALL, out=tmp_path, only=["loss", "spectrum"])
+    out, first = earlier
     patch_question(monkeypatch, "loss", KeyboardInterrupt())
     with pytest.raises(Interrupted) as caught:
-        run(directory, text=[text], settings=SMALL, out=tmp_path, only=FAST, fresh=True)
+        ask(out=out, only=[*FAST, "anisotropy"], fresh=True)
     record = caught.value.record
-    assert (record.loss, record.spectrum) == (first.loss, first.spectrum)
-    assert record.seconds == first.seconds
-    assert {one.question for one in record.missing if one.reason == INTERRUPTED} == {"gradient"}
+    assert (record.loss, record.spectrum, record.seconds) == (first.loss, first.spectrum, first.seconds)
+    assert reasons(record)["anisotropy"] == INTERRUPTED
+    assert record_in(out).loss == first.loss
 
 
-def test_an_interruption_between_two_questions_keeps_what_is_finished(directory: Path, text: Path) -> None:
+def test_an_interruption_between_two_questions_keeps_the_finished_answers(ask: Ask) -> None:
     def progress(stage: str, share: float) -> None:
         if stage == "gradient":
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted) as caught:
-        run(directory, text=[text], settings=SMALL, only=FAST, progress=progress)
+        ask(only=FAST, progress=progress)
     assert caught.value.record.loss is not None
-    assert {one.question for one in caught.value.record.missing if one.reason == INTERRUPTED} == {"gradient"}
+    assert [name for name, reason in reasons(caught.value.record).items() if reason == INTERRUPTED] == [
+        "gradient"
+    ]
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (FullrankError("came X, expected Y: do Z"), "came X, expected Y: do Z"),
-        (MemoryError(), "MemoryError"),
-        (torch.OutOfMemoryError("too much\nand a page of statistics"), "too much"),
-        (torch.linalg.LinAlgError("did not converge"), "did not converge"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_question_that_fails_is_listed_and_the_others_are_there(
-    error: Exception, reason: str, directory: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    patch_question(monkeypatch, "spectrum", error)
-    found = run(directory, text=[text], settings=SMALL, only=FAST)
-    assert {one.question: one.reason for one in found.missing}["spectrum"] == reason
-    assert found.spectrum is None
-    assert found.loss is not None
-    assert found.gradient is not None
-    assert tuple(found.seconds) == ("loss", "gradient")
+def test_questions_that_fail_are_listed_and_the_others_are_answered(ask: Ask, monkeypatch: Patch) -> None:
+    failures = {
+        "loss": (FullrankError("came X, expected Y: do Z"), "came X, expected Y: do Z"),
+        "anisotropy": (MemoryError(), "MemoryError"),
+        "logprob_rank": (torch.OutOfMemoryError("too much\nand a page of statistics"), "too much"),
+        "gradient": (torch.linalg.LinAlgError("did not converge"), "did not converge"),
+    }
+    for question, (error, _) in failures.items():
+        patch_question(monkeypatch, question, error)
+    found = ask(only=[*failures, "spectrum"])
+    for question, (_, reason) in failures.items():
+        assert reasons(found)[question] == reason
+        assert getattr(found, question) is None
+    assert found.spectrum is not None
+    assert tuple(found.seconds) == ("spectrum",)
 
 
-def test_our_own_mistake_is_not_hidden(directory: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_mistake_is_not_hidden(ask: Ask, monkeypatch: Patch) -> None:
     patch_question(monkeypatch, "spectrum", TypeError("ours"))
     with pytest.raises(TypeError, match="ours"):
-        run(directory, text=[text], settings=SMALL, only=FAST)
+        ask(only=FAST)
 
 
 # The model
@@ -554,9 +528,7 @@ def test_a_model_that_is_offloaded(
     assert run(model, tokenizer=tokenizer, **asked).loss == whole.loss
 
 
-def test_the_body_is_let_go_before_the_questions(
-    directory: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_body_is_let_go_before_the_questions(directory: Path, text: Path, monkeypatch: Patch) -> None:
     """Its memory is needed; what is left of the model is its output layer."""
     bodies: list[weakref.ref[torch.nn.Module]] = []
     alive: list[bool] = []
@@ -577,38 +549,30 @@ def test_the_body_is_let_go_before_the_questions(
     assert alive == [False]
 
 
-def test_nothing_is_left_behind_without_a_directory(
-    directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import tempfile
-
+def test_nothing_is_left_behind_without_a_directory(ask: Ask, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    run(directory, text=[text], settings=SMALL, only=["loss"])
+    ask(only=["loss"])
     patch_question(monkeypatch, "loss", KeyboardInterrupt())
     with contextlib.suppress(Interrupted):
-        run(directory, text=[text], settings=SMALL, only=["loss"])
+        ask(only=["loss"])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_window_keeps_to_the_models_positions(tiny_checkpoint: Build, text: Path) -> None:
-    found = run(
-        tiny_checkpoint("gpt2", n_positions=40),
-        text=[text],
-        settings=dataclasses.replace(SMALL, window=512),
-        only=["loss"],
-    )
+    settings = dataclasses.replace(SMALL, window=512)
+    found = run(tiny_checkpoint("gpt2", n_positions=40), text=[text], settings=settings, only=["loss"])
     assert found.text.window == 40
 
 
-def test_progress_names_the_stages_and_rises(told: tuple[Diagnosis, Said]) -> None:
-    _, said = told
-    stages = list(dict.fromkeys(stage.split(":")[0] for stage, _ in said))
+def test_progress_names_the_stages_and_rises(reported: Reported) -> None:
+    _, reports = reported
+    stages = list(dict.fromkeys(stage.split(":")[0] for stage, _ in reports))
     assert stages[0] == "loading the model"
     assert stages[-9:] == ["running the model", *QUESTIONS]
-    assert any(stage == "better_head: fitting mos" for stage, _ in said)
-    assert any(stage == "better_head: planted gain: mos" for stage, _ in said)
+    labels = {stage for stage, _ in reports}
+    assert {"better_head: fitting mos", "better_head: planted gain: mos"} <= labels
     for name in stages:
-        shares = [share for stage, share in said if stage.split(":")[0] == name]
+        shares = [share for stage, share in reports if stage.split(":")[0] == name]
         assert all(0 <= share <= 1 for share in shares)
         assert shares == sorted(shares), name
 
@@ -685,12 +649,11 @@ def test_a_question_takes_no_more_memory_than_it_says(question: str, biased: boo
     assert peak <= answers.needs(question) <= memory - answers.held
 
 
-def test_a_search_that_would_not_fit_is_left_out_with_its_price(directory: Path, text: Path) -> None:
+def test_a_search_that_would_not_fit_is_left_out_with_its_price(ask: Ask) -> None:
     tight = dataclasses.replace(SMALL, tokens=256, memory=600_000)
-    found = run(directory, text=[text], settings=tight, only=["spectrum", "unreachable"])
-    reasons = {one.question: one.reason for one in found.missing}
+    found = ask(settings=tight, only=["spectrum", "unreachable"])
     assert found.spectrum is not None
-    assert "more than --memory" in reasons["unreachable"]
+    assert "more than --memory" in reasons(found)["unreachable"]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,6 @@ def planted(question: str, **changes: Any) -> Diagnosis:
 
 
 def with_layer(place: int, **changes: Any) -> Diagnosis:
-    assert HEALTHY.anisotropy is not None
     layers = list(HEALTHY.anisotropy.layers)
     layers[place] = dataclasses.replace(layers[place], **changes)
     return planted("anisotropy", layers=tuple(layers))

@@ -116,7 +116,6 @@ def test_loss_and_spectrum_are_those_of_the_model(shop: Shop, name: str) -> None
     with torch.no_grad():
         log_probs = loaded.model(windows.ids[:, :-1]).logits
     expected = -log_probs.gather(-1, windows.ids[:, 1:, None]).mean()
-    assert record.loss is not None
     assert record.loss.nats_per_token.value == pytest.approx(float(expected), abs=2e-6)
     assert record.loss.tokens == record.text.tokens == windows.sizes.numel()
     assert record.text.window == (32 if name.startswith("lstm") else 16)
@@ -124,7 +123,6 @@ def test_loss_and_spectrum_are_those_of_the_model(shop: Shop, name: str) -> None
     # Of the rows that the tokenizer can name.
     weight = loaded.model.lm_head.decoder.weight.detach()[: record.model.tokens]
     singular = torch.linalg.svdvals(weight.double())
-    assert record.spectrum is not None
     assert record.spectrum.singular_values == pytest.approx(singular.tolist(), rel=1e-9)
 
 
@@ -165,13 +163,9 @@ def test_an_upgraded_model_is_its_original(shop: Shop, tiny_checkpoint: Any) -> 
     """Before training: the same losses, and the rank of one softmax."""
     asked: dict[str, Any] = {"text": [shop.path / "text" / "test.txt"], "settings": SMALL, "only": ANY_HEAD}
     original = diagnose.run(tiny_checkpoint("llama"), **asked)
-    assert original.loss is not None
-    assert original.logprob_rank is not None
     for head in ("softmax", "mos"):
         plain: Any = loading.load(tiny_checkpoint("llama"))
         found = diagnose.run(from_objects(upgrade(plain, head), plain.tokenizer), **asked)
-        assert found.loss is not None
-        assert found.logprob_rank is not None
         assert set(reasons(found)) == set(reasons(original)) == LINEAR_LAYER
         assert found.loss.nats_per_token.value == pytest.approx(original.loss.nats_per_token.value, abs=1e-5)
         assert found.logprob_rank.least_rank == original.logprob_rank.least_rank
@@ -191,7 +185,6 @@ def test_an_upgraded_model_is_its_original(shop: Shop, tiny_checkpoint: Any) -> 
 )
 def test_a_single_softmax_has_the_rank_of_its_rows(shop: Shop, name: str, rank: int, ceiling: int) -> None:
     found = shop.record(name).logprob_rank
-    assert found is not None
     assert (found.least_rank, found.ceiling, found.method) == (rank, ceiling, "core")
 
 
@@ -200,7 +193,6 @@ def test_a_single_softmax_has_the_rank_of_its_rows(shop: Shop, name: str, rank: 
 )
 def test_other_heads_go_beyond_their_width(shop: Shop, name: str) -> None:
     found = shop.record(name).logprob_rank
-    assert found is not None
     assert found.least_rank > (8 if name.startswith("transformer") else D) + 2
     assert found.method == "columns"
     assert "no ceiling" in found.ceiling_reason
@@ -215,7 +207,6 @@ def test_a_mixture_whose_components_agree_has_the_rank_of_one(shop: Shop) -> Non
             parameter.zero_()
     windows = held_out_windows(path, loaded, tokens=SMALL.tokens, window=SMALL.window)
     found = diagnose.run(loaded, text=windows, settings=SMALL, only=["logprob_rank"]).logprob_rank
-    assert found is not None
     assert found.least_rank == D + 1
 
 
@@ -225,7 +216,6 @@ def test_a_mixture_whose_components_agree_has_the_rank_of_one(shop: Shop) -> Non
 def test_a_softmax_run_answers_everything(shop: Shop) -> None:
     record = shop.record("lstm-softmax")
     assert record.missing == ()
-    assert record.better_head is not None
     assert record.better_head.original.value == pytest.approx(math.log(WORDS), abs=1.5)
 
 
@@ -246,10 +236,8 @@ def test_a_mixture_answers_the_questions_about_any_head(shop: Shop, name: str) -
 
 def test_layers_of_any_width(shop: Shop) -> None:
     lstm, transformer = (shop.record(name) for name in ("lstm-softmax", "transformer-softmax"))
-    assert lstm.anisotropy is not None
     # The head projects the last layer's state to its width.
     assert [layer.name for layer in lstm.anisotropy.layers] == ["embedding", "layer 1", "layer 2", "output"]
-    assert transformer.anisotropy is not None
     assert [layer.name for layer in transformer.anisotropy.layers] == ["embedding", "layer 1", "layer 2"]
     assert transformer.model.final_norm == "LayerNorm"
 
@@ -287,8 +275,6 @@ def test_files_are_read_in_the_runs_vocabulary(shop: Shop) -> None:
     path = shop.path / "text" / "test.txt"
     split = shop.record("lstm-mos")
     file = diagnose_run(shop.run("lstm-mos"), text=[path], only=["loss"])
-    assert file.loss is not None
-    assert split.loss is not None
     # Other windows of the same tokens.
     assert file.loss.nats_per_token.value == pytest.approx(split.loss.nats_per_token.value, abs=0.03)
     assert file.loss.bits_per_byte.value == pytest.approx(split.loss.bits_per_byte.value, rel=0.05)

@@ -22,12 +22,9 @@ pytestmark = pytest.mark.usefixtures("few_orderings")
 Build = Callable[..., Path]
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 CODES = {
-    "rank_deficient_head",
-    "rank_deficient_logprobs",
-    "unreachable_tokens",
-    "collapsed_layer",
+    "rank_deficient_head", "rank_deficient_logprobs", "unreachable_tokens", "collapsed_layer",
     "outlier_dimension",
-}
+}  # fmt: skip
 RANK, DEAD, DIMENSION = 11, 123, 21
 GEOMETRY = ("loss", "spectrum", "anisotropy", "logprob_rank")
 
@@ -42,7 +39,7 @@ class Found:
         return {finding["code"] for finding in self.results["findings"]} & CODES
 
     def sentence(self, code: str) -> str:
-        (finding,) = [one for one in self.results["findings"] if one["code"] == code]
+        (finding,) = [finding for finding in self.results["findings"] if finding["code"] == code]
         return finding["sentence"]
 
 
@@ -96,23 +93,15 @@ def diagnosed(
     return run
 
 
-def nothing(model: Any) -> None:
-    pass
-
-
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def healthy(request: pytest.FixtureRequest, diagnosed: Diagnose) -> Found:
-    changes = {"tie_word_embeddings": False} if request.param == "llama" else {}
-    return diagnosed(request.param, nothing, (*GEOMETRY, "unreachable"), **changes)
-
-
-def test_a_healthy_model_has_no_finding(healthy: Found) -> None:
-    assert healthy.codes == set()
-    assert healthy.results["unreachable"]["never"] == []
-    assert healthy.results["unreachable"]["undecided"] == 0
-    assert healthy.results["logprob_rank"]["least_rank"] == healthy.results["logprob_rank"]["ceiling"]
-    for layer in healthy.results["anisotropy"]["layers"]:
-        assert layer["outliers"] == []
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_healthy_model_has_no_finding(family: str, diagnosed: Diagnose) -> None:
+    changes = {"tie_word_embeddings": False} if family == "llama" else {}
+    found = diagnosed(family, lambda model: None, (*GEOMETRY, "unreachable"), **changes)
+    assert found.codes == set()
+    assert found.results["unreachable"]["never"] == []
+    assert found.results["unreachable"]["undecided"] == 0
+    assert found.results["logprob_rank"]["least_rank"] == found.results["logprob_rank"]["ceiling"]
+    assert all(layer["outliers"] == [] for layer in found.results["anisotropy"]["layers"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -164,25 +153,23 @@ def equal(model: Any) -> None:
     [
         ("llama", inside),
         ("gpt2", zero),
-        # Each defect and each family is above once; a diagnosis takes two seconds.
+        # Each defect and each family is above once.
         pytest.param("llama", zero, marks=pytest.mark.slow),
         pytest.param("gpt2", inside, marks=pytest.mark.slow),
     ],
 )
-def test_a_token_that_can_never_lead(family: str, plant: Callable[[Any], None], diagnosed: Diagnose) -> None:
+def test_a_token_that_can_never_lead(
+    family: str, plant: Callable[[Any], None], diagnosed: Diagnose, tiny_tokenizer: Any
+) -> None:
     changes = {"tie_word_embeddings": False} if family == "llama" else {}
     found = diagnosed(family, plant, ("unreachable",), **changes)
     answer = found.results["unreachable"]
     assert [token["id"] for token in answer["never"]] == [DEAD]
+    assert answer["never"][0]["text"] == tiny_tokenizer.convert_ids_to_tokens(DEAD)
     assert (answer["argmaxable"], answer["undecided"], answer["duplicates"]) == (299, 0, 0)
     assert answer["never"][0]["depth"] > 0
     assert found.codes == {"unreachable_tokens"}
     assert found.sentence("unreachable_tokens").startswith("1 of 300 tokens can never")
-
-
-def test_the_dead_token_is_named_as_the_tokenizer_spells_it(diagnosed: Diagnose, tiny_tokenizer: Any) -> None:
-    found = diagnosed("llama", zero, ("unreachable",), tie_word_embeddings=False)
-    assert found.results["unreachable"]["never"][0]["text"] == tiny_tokenizer.convert_ids_to_tokens(DEAD)
 
 
 def test_equal_rows_can_only_tie(diagnosed: Diagnose) -> None:
@@ -205,13 +192,13 @@ def test_padding_that_can_never_lead_is_no_finding(diagnosed: Diagnose) -> None:
 
 
 def offset(model: Any) -> None:
-    """States within a small ball far from the origin."""
+    """Plant states within a small ball far from the origin."""
     model.transformer.ln_f.weight.fill_(0.01)
     model.transformer.ln_f.bias.fill_(1.0)
 
 
 def line(model: Any) -> None:
-    """States along one slanted line: most of the variance lies in one direction, in no one coordinate."""
+    """Plant states along a slanted line: most variance lies in one direction, and in no single coordinate."""
     direction = torch.randn(32).sign()
     # The last block writes one direction, many times larger than what it adds to.
     model.model.layers[-1].mlp.down_proj.weight.copy_(1e3 * direction[:, None] * torch.randn(1, 64))
@@ -233,18 +220,14 @@ def test_a_collapsed_last_layer(family: str, plant: Callable[[Any], None], diagn
         assert last["top_variance_share"] > 0.9
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_outlier_dimension(family: str, diagnosed: Diagnose) -> None:
+def test_an_outlier_dimension(diagnosed: Diagnose) -> None:
     def plant(model: Any) -> None:
-        norm = model.model.norm if family == "llama" else model.transformer.ln_f
-        norm.weight[DIMENSION] *= 30
+        model.model.norm.weight[DIMENSION] *= 30
 
-    found = diagnosed(family, plant)
-    assert "outlier_dimension" in found.codes
-    assert f"dimension, {DIMENSION}," in found.sentence("outlier_dimension")
-    assert "at output" in found.sentence("outlier_dimension")
-    assert "1 of 4 layers" in found.sentence("outlier_dimension")
+    found = diagnosed("llama", plant)
+    assert found.codes == {"outlier_dimension", "collapsed_layer"}
+    sentence = found.sentence("outlier_dimension")
+    assert all(words in sentence for words in (f"dimension, {DIMENSION},", "at output", "1 of 4 layers"))
     layers = found.results["anisotropy"]["layers"]
-    assert [one["dimension"] for one in layers[-1]["outliers"]] == [DIMENSION]
+    assert [outlier["dimension"] for outlier in layers[-1]["outliers"]] == [DIMENSION]
     assert all(layer["outliers"] == [] for layer in layers[:-1])
-    assert {"rank_deficient_head", "unreachable_tokens"}.isdisjoint(found.codes)

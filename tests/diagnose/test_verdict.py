@@ -170,7 +170,6 @@ def test_records_and_their_verdict(case: str) -> None:
     assert reached == outcome
     result = verdict(made)
     if gain is not None:
-        assert result.gain is not None
         assert (result.gain.value, result.gain.low, result.gain.high) == pytest.approx(gain)
     if smallest is not None:
         assert result.smallest == pytest.approx(smallest)

@@ -96,11 +96,9 @@ def test_a_mixture_is_found_where_the_truth_is_a_mixture() -> None:
     # A mixture that is forced into a softmax: no refit of the control gets near.
     assert control > ideal + 0.4
     # Without training the split says that there is something, and along how many directions.
-    assert found.split is not None
     assert found.split.sure >= 1
     assert found.split.found[0] > 2 * found.split.null
     assert found.split.components == module.components_for(found.split.sure)
-    assert found.split.gain is not None
     assert found.split.gain.low > 0
 
 
@@ -111,10 +109,8 @@ def test_nothing_beats_a_softmax_where_the_truth_is_one(truth: Callable[[Tensor]
     found = better_head(model(), parts_of(truth), heads=("mos",), measure_power=False, settings=settings)
     assert found.best_gain.low <= 0.001
     assert abs(found.best_gain.value) < 0.01
-    assert found.split is not None
     assert found.split.sure == 0
     # What the text teaches any softmax is the refit's, and no head's.
-    assert found.refit_gain is not None
     if truth is turned_softmax:
         assert found.refit_gain.low > 0.2
         assert found.control != "original"
@@ -134,7 +130,6 @@ def test_a_planted_gain_says_what_would_have_been_seen() -> None:
         for asked in (False, True)
     )  # fmt: skip
     assert without.power is None
-    assert found.power is not None
     assert found.power.planted.value >= module.LEAST_PLANTED
     # What of it was not found may be there in the text as well: the interval reaches further up.
     assert found.best_gain.value == without.best_gain.value

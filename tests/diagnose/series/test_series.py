@@ -92,7 +92,6 @@ def losses(tmp_path: Path, metric: str, change: object = float) -> Path:
 def test_scaling_law_of_losses(tmp_path: Path) -> None:
     found = series.run([losses(tmp_path, "val_loss")], tokens_per_step=2**21, web_text=True)
     assert found.scaling_reason == ""
-    assert found.scaling is not None
     assert found.scaling.alpha.value == pytest.approx(0.246, rel=1e-3)
     assert found.scaling.points[0].final_gap_percent.value == pytest.approx(8, abs=0.01)
     assert "read from the names" in found.scaling.note
@@ -101,7 +100,6 @@ def test_scaling_law_of_losses(tmp_path: Path) -> None:
 
 def test_scaling_law_of_perplexities_is_free(tmp_path: Path) -> None:
     found = series.run([losses(tmp_path, "ppl", math.exp)], tokens_per_step=2**21)
-    assert found.scaling is not None
     assert found.scaling.fixed == ()
     assert found.scaling.points[-1].final == pytest.approx(law(1.2e10, 143_000 * 2**21))
     assert "E was fitted" in found.scaling.note
@@ -118,7 +116,6 @@ def test_columns_of_parameters_and_tokens_rule(tmp_path: Path) -> None:
     ]
     path.write_text("\n".join(["model,step,loss,parameters,tokens", *rows]) + "\n")
     found = series.run([path], web_text=True)
-    assert found.scaling is not None
     assert [point.parameters for point in found.scaling.points] == [5e8, 1e9, 2e9, 4e9]
     assert found.scaling.alpha.value == pytest.approx(0.246, rel=1e-3)
     assert "names" not in found.scaling.note
@@ -135,14 +132,12 @@ def test_batch_in_a_name_is_understood(tmp_path: Path) -> None:
     rows = [f"{name},{step},{law(size, 3e11)}" for name, step, size in runs]
     path.write_text("\n".join(["model,step,loss", *rows]) + "\n")
     found = series.run([path], tokens_per_step=2**21, web_text=True)
-    assert found.scaling is not None
     assert {point.tokens for point in found.scaling.points} == {143_000 * 2**21}
     assert "p-410m-0.25MtokBS" in found.scaling.note
 
 
 def test_the_floor_of_web_text_is_for_those_who_ask(tmp_path: Path) -> None:
     found = series.run([losses(tmp_path, "val_loss")], tokens_per_step=2**21)
-    assert found.scaling is not None
     assert found.scaling.fixed == ()
     assert found.scaling.E.value != 1.69
     with pytest.raises(FullrankError, match="leave out --web-text"):
