@@ -41,7 +41,7 @@ def test_singular_values_are_those_of_the_svd(shape, dtype):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("condition", [1e3, 1e5, 3e6, 1e8, 1e12])
+@pytest.mark.parametrize("condition", [1e3, 3e6, 1e12])
 def test_singular_values_of_ill_conditioned_matrices(condition, transposed):
     truth = torch.logspace(0, -math.log10(condition), 30, dtype=torch.float64)
     weight = with_spectrum(200, truth)
@@ -68,31 +68,32 @@ def test_zero_rows_and_columns_are_a_condition_without_end():
     assert found.numerical_rank == 7
 
 
-def test_measures_of_an_orthogonal_matrix_are_its_width():
-    found = spectrum(3.0 * orthonormal(100, 12))
-    assert found.effective_rank == pytest.approx(12)
-    assert found.stable_rank == pytest.approx(12)
-    assert found.participation_ratio == pytest.approx(12)
-    assert found.singular_entropy == pytest.approx(0, abs=1e-12)
-    assert found.condition == pytest.approx(1)
-    assert found.numerical_rank == 12
+def by_entropy(*squares):
+    """exp of the entropy of shares."""
+    return math.exp(-sum(share * math.log(share) for share in squares))
 
 
-def test_measures_of_rank_one_are_one():
-    found = spectrum(torch.outer(gaussian(100), gaussian(12, seed=1)))
-    assert found.effective_rank == pytest.approx(1, abs=1e-10)
-    assert found.stable_rank == pytest.approx(1)
-    assert found.participation_ratio == pytest.approx(1)
-    assert found.singular_entropy == pytest.approx(math.log(12), abs=1e-10)
-    assert found.numerical_rank == 1
-
-
-def test_measures_of_a_hand_made_spectrum():
-    found = spectrum(with_spectrum(60, torch.tensor([4.0, 2.0, 2.0], dtype=torch.float64)))
-    assert found.effective_rank == pytest.approx(math.exp(0.5 * math.log(2) + 2 * 0.25 * math.log(4)))
-    assert found.stable_rank == pytest.approx(24 / 16)
-    assert found.participation_ratio == pytest.approx(24**2 / (256 + 16 + 16))
-    assert found.condition == pytest.approx(2)
+@pytest.mark.parametrize(
+    ("weight", "effective", "stable", "participation", "entropy", "rank", "condition"),
+    [
+        (3.0 * orthonormal(100, 12), 12, 12, 12, 0, 12, 1),
+        (torch.outer(gaussian(100), gaussian(12, seed=1)), 1, 1, 1, math.log(12), 1, None),
+        # Singular values 4, 2 and 2: the shares of their squares are 2/3, 1/6 and 1/6.
+        (
+            with_spectrum(60, torch.tensor([4.0, 2.0, 2.0], dtype=torch.float64)),
+            by_entropy(0.5, 0.25, 0.25), 24 / 16, 24**2 / 288, math.log(3) - 1.5 * math.log(2), 3, 2,
+        ),
+    ],
+    ids=["orthogonal", "rank one", "three values"],
+)  # fmt: skip
+def test_measures_by_hand(weight, effective, stable, participation, entropy, rank, condition):
+    found = spectrum(weight)
+    assert found.effective_rank == pytest.approx(effective, abs=1e-10)
+    assert found.stable_rank == pytest.approx(stable)
+    assert found.participation_ratio == pytest.approx(participation)
+    assert found.singular_entropy == pytest.approx(entropy, abs=1e-10)
+    assert found.numerical_rank == rank
+    assert condition is None or found.condition == pytest.approx(condition)
 
 
 @options(max_examples=40)
@@ -114,7 +115,7 @@ def test_measures_are_invariant_and_agree_with_each_other(V, D, seed, scale):
     assert other.numerical_rank == found.numerical_rank == least
 
 
-@pytest.mark.parametrize("shape", [(2000, 100), (400, 200), (300, 300), (100, 700)])
+@pytest.mark.parametrize("shape", [(1000, 50), (150, 150), (50, 350)])
 def test_effective_rank_of_gaussian_matrices(shape):
     sampled = [spectrum(gaussian(*shape, seed=seed)).effective_rank for seed in range(3)]
     assert random_effective_rank(*shape) == pytest.approx(numpy.mean(sampled), rel=0.005)
@@ -123,7 +124,7 @@ def test_effective_rank_of_gaussian_matrices(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("V", "D", "rank"), [(2000, 64, 20), (500, 96, 3), (128, 128, 100), (64, 200, 30)])
+@pytest.mark.parametrize(("V", "D", "rank"), [(500, 64, 20), (128, 128, 100), (64, 200, 30)])
 def test_numerical_rank_of_a_product_as_it_is_stored(dtype, V, D, rank):
     weight = (0.02 * gaussian(V, rank) @ gaussian(rank, D, seed=1)).to(dtype)
     found = spectrum(weight.float(), str(dtype).split(".")[-1])
@@ -139,7 +140,7 @@ def test_full_rank_stays_full_rank_in_half_precision(dtype):
     assert spectrum(weight, str(dtype).split(".")[-1]).numerical_rank == 64
 
 
-@pytest.mark.parametrize(("V", "D", "rank"), [(300, 32, 11), (2000, 288, 64), (500, 512, 150)])
+@pytest.mark.parametrize(("V", "D", "rank"), [(300, 32, 11), (200, 210, 60)])
 def test_numerical_rank_of_a_product_in_single_precision(V, D, rank):
     weight = (0.02 * gaussian(V, rank)).float() @ gaussian(rank, D, seed=1).float()
     assert spectrum(weight, "float32").numerical_rank == rank
@@ -196,9 +197,8 @@ def q4_0(weight):
 
 
 @pytest.mark.parametrize(("name", "quantise"), [("Q8_0", q8_0), ("Q4_0", q4_0)])
-@pytest.mark.parametrize("shape", [(2000, 64), (300, 256)])
-def test_noise_of_block_quantisation_is_that_of_the_real_one(name, quantise, shape):
-    weight = 0.05 * gaussian(*shape, dtype=torch.float32)
+def test_noise_of_block_quantisation_is_that_of_the_real_one(name, quantise):
+    weight = 0.05 * gaussian(300, 256, dtype=torch.float32)
     stored = quantise(weight)
     real = float(torch.linalg.matrix_norm((stored - weight).double(), ord=2))
     noise, origin = storage_noise(stored, name)
@@ -224,13 +224,16 @@ def test_storage_of_unknown_noise_says_so():
     assert storage_noise(gaussian(20, 64), "q4_k")[0] == storage_noise(gaussian(20, 64), "Q4_K")[0]
 
 
-def test_matrices_without_a_spectrum_are_refused():
-    for bad in (torch.zeros(5), torch.zeros(1, 5), torch.zeros(5, 1)):
-        with pytest.raises(FullrankError, match="at least 2 x 2"):
-            spectrum(bad)
-    with pytest.raises(FullrankError, match="zero"):
-        spectrum(torch.zeros(5, 4))
-    broken = torch.ones(5, 4)
-    broken[2, 2] = math.nan
-    with pytest.raises(FullrankError, match="NaN"):
-        spectrum(broken)
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.zeros(5), "at least 2 x 2"),
+        (torch.zeros(1, 5), "at least 2 x 2"),
+        (torch.zeros(5, 1), "at least 2 x 2"),
+        (torch.zeros(5, 4), "zero"),
+        (torch.ones(5, 4).fill_diagonal_(math.nan), "NaN"),
+    ],
+)
+def test_refusals(weight, message):
+    with pytest.raises(FullrankError, match=message):
+        spectrum(weight)
