@@ -13,9 +13,9 @@ from fullrank.errors import FullrankError
 from fullrank.fit import comparison, controls, states, training
 from fullrank.fit.comparison import Comparison, Settings, compare, setting_for
 from fullrank.fit.loop import Plan
-from fullrank.fit.setting import prepare
 from fullrank.fit.trainee import Trainee
-from fullrank.heads import HEADS, Head, build
+from fullrank.heads import Head, build
+from tests.fit.planted import draw_targets, planted_head, setting_of, softmax_over, split_parts, student_of
 
 D, V = 8, 60
 TIME, WINDOWS = 32, 112
@@ -24,42 +24,17 @@ QUICK = Settings(seeds=1, rates=(0.12, 0.5), epochs=12)
 Made = tuple[Head, states.Parts]
 
 
-def teacher(mixture: bool) -> tuple[Head, Tensor]:
-    """A head over W, and states [windows, time, D]; the mixture's second component says the opposite."""
+def teacher(components: int) -> tuple[Head, Tensor]:
+    """A head over W, and states [windows, time, D]."""
     generator = torch.Generator().manual_seed(3)
-    head = build("mos", hidden=D, vocab=V, components=2 if mixture else 1, centred=False)
-    with torch.no_grad():
-        head.decoder.weight.normal_(std=0.8, generator=generator)
-        if mixture:
-            head.contexts.gate.weight.normal_(std=0.5, generator=generator)
-            head.contexts.differences[0].weight[D:] = -2.0 * torch.eye(D)
+    head = planted_head(D, V, components, generator=generator)
     return head, torch.randn(WINDOWS, TIME, D, generator=generator)
 
 
 @torch.no_grad()
 def parts_of(head: Head, hidden: Tensor, *more: Tensor) -> states.Parts:
-    """Tokens drawn from what the head says of the states; ids are what came before them."""
-    generator = torch.Generator().manual_seed(4)
-    targets = torch.multinomial(head(hidden).flatten(0, 1).exp(), 1, generator=generator)
-    targets = targets.view(hidden.shape[:2])
-    blocks = torch.arange(len(hidden))[:, None].expand(hidden.shape[:2])
-    whole = states.Part(states=(hidden, *more), targets=targets, ids=targets.roll(1, dims=1), blocks=blocks)
-    return states.split(whole)
-
-
-def plain_of(head: Head) -> Head:
-    plain = build("softmax", hidden=D, vocab=V)
-    plain.decoder.weight = torch.nn.Parameter(head.decoder.weight.detach().clone())
-    return plain
-
-
-def student_of(plain: Head, name: str, **options: Any) -> Head:
-    if "centred" in HEADS[name].options():
-        # As an upgrade builds it.
-        options["centred"] = False
-    head = build(name, hidden=D, vocab=V, **options)
-    head.decoder.weight = plain.decoder.weight
-    return head
+    """States, and a text drawn from the head's distributions."""
+    return split_parts(draw_targets(head(hidden), torch.Generator().manual_seed(4)), hidden, *more)
 
 
 def compared(made: Made, settings: Settings = QUICK, **heads: dict[str, Any]) -> Comparison:
@@ -75,22 +50,22 @@ def value(losses: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def mixture() -> Made:
-    head, hidden = teacher(True)
-    return plain_of(head), parts_of(head, hidden)
+    head, hidden = teacher(2)
+    return softmax_over(head.decoder.weight), parts_of(head, hidden)
 
 
 @pytest.fixture(scope="module")
 def softmax() -> Made:
-    head, hidden = teacher(False)
-    return plain_of(head), parts_of(head, hidden)
+    head, hidden = teacher(1)
+    return softmax_over(head.decoder.weight), parts_of(head, hidden)
 
 
 @pytest.fixture(scope="module")
 def shifted() -> Made:
     """The text is a softmax's, but of another matrix and turned states than the model has."""
-    head, hidden = teacher(False)
+    head, hidden = teacher(1)
     generator = torch.Generator().manual_seed(5)
-    other = plain_of(head)
+    other = softmax_over(head.decoder.weight)
     with torch.no_grad():
         head.decoder.weight.add_(0.5 * torch.randn(V, D, generator=generator))
         turned = torch.linalg.qr(torch.eye(D) + 0.3 * torch.randn(D, D, generator=generator)).Q
@@ -107,7 +82,7 @@ def test_a_mixture_beats_all_controls_where_the_truth_is_a_mixture(
     mixture: Made, of_mixture: Comparison
 ) -> None:
     found, held_out = of_mixture, mixture[1].held_out
-    truth, _ = teacher(True)
+    truth, _ = teacher(2)
     ideal = truth(list(held_out.states), held_out.targets).item()
     assert list(found.fits) == ["softmax", "softmax_equal", "mos"]
     assert found.best == "mos"
@@ -171,7 +146,7 @@ def test_a_text_that_any_softmax_learns_is_no_gain_of_a_head(shifted: Made) -> N
 
 def test_a_plain_head_is_not_touched(mixture: Made, of_mixture: Comparison) -> None:
     plain, _ = mixture
-    head, _ = teacher(True)
+    head, _ = teacher(2)
     assert torch.equal(plain.decoder.weight, head.decoder.weight)
     assert not torch.equal(of_mixture.setting.plain.decoder.weight, plain.decoder.weight)
 
@@ -185,10 +160,9 @@ def test_estimated_losses_agree_with_exact_ones(mixture: Made, name: str, option
     head = student_of(plain, name, **options)
     if name == "sigsoftmax":
         torch.nn.init.constant_(head.decoder.bias, 30.0)
-    common: Any = {"rows": 20, "matrix": True, "limit": 1 << 24, "seed": 0}
-    # The windows that are trained on hold every token of so small a vocabulary: all but one are hidden here.
+    # All training windows together hold every token of so small a vocabulary: use one of them.
     few = dataclasses.replace(parts, fit=parts.fit.windows(slice(0, 1)))
-    sampled = prepare(plain, few, exact=False, **common)
+    sampled = setting_of(plain, few, rows=20, exact=False)
     assert sampled.rows < V
     trainee = Trainee(head, sampled, 0)
     with torch.no_grad():
@@ -255,9 +229,9 @@ def test_a_matrix_that_is_to_stay_stays(mixture: Made) -> None:
 
 
 def test_heads_that_read_layers_positions_and_ids_train_too() -> None:
-    truth, hidden = teacher(True)
+    truth, hidden = teacher(2)
     parts = parts_of(truth, hidden[:21], 3.0 * hidden[:21].flip(-1))
-    made = (plain_of(truth), parts)
+    made = (softmax_over(truth.decoder.weight), parts)
     quick = dataclasses.replace(QUICK, epochs=3, rates=(0.12,))
     wide: dict[str, dict[str, Any]] = {
         "doc": {"layers": ((D, 2), (D, 1))}, "facets": {"layers": 2, "positions": 2}, "pointer": {},
@@ -283,7 +257,7 @@ def test_heads_that_read_layers_positions_and_ids_train_too() -> None:
 def test_what_only_gets_worse_comes_back_as_it_came(softmax: Made) -> None:
     plain, parts = softmax
     head = student_of(plain, "mos", components=2)
-    setting = prepare(plain, parts, rows=V, exact=True, matrix=True, limit=1 << 24, seed=0)
+    setting = setting_of(plain, parts)
     # Far too fast: every pass does harm, and the start is what is kept.
     fitted, weights = training.train(setting, head, Plan(rates=(50.0,), epochs=6), seed=0)
     assert fitted.steps == 0
@@ -294,7 +268,7 @@ def test_what_only_gets_worse_comes_back_as_it_came(softmax: Made) -> None:
 
 def test_a_fit_is_the_same_for_a_seed_and_not_for_another(mixture: Made) -> None:
     plain, parts = mixture
-    setting = prepare(plain, parts, rows=V, exact=True, matrix=True, limit=1 << 24, seed=0)
+    setting = setting_of(plain, parts)
     head = student_of(plain, "mos", components=2)
     first, same, other = (
         training.train(setting, head, Plan(rates=(0.5,), epochs=3), seed=seed)[0].losses for seed in (0, 0, 1)
@@ -305,7 +279,7 @@ def test_a_fit_is_the_same_for_a_seed_and_not_for_another(mixture: Made) -> None
 
 def test_work_pays_for_passes(mixture: Made) -> None:
     plain, parts = mixture
-    setting = prepare(plain, parts, rows=V, exact=True, matrix=True, limit=1 << 24, seed=0)
+    setting = setting_of(plain, parts)
     one, two = (student_of(plain, "mos", components=number) for number in (2, 4))
     epochs = [
         comparison.plan_for(setting, head, dataclasses.replace(QUICK, work=work, epochs=1000)).epochs
@@ -327,4 +301,4 @@ def test_what_cannot_be_compared_is_refused(softmax: Made) -> None:
         states=(torch.zeros_like(whole.states[0]),), targets=whole.targets, ids=whole.ids, blocks=whole.blocks
     )
     with pytest.raises(FullrankError, match="zero"):
-        prepare(plain, states.split(dead), rows=V, exact=True, matrix=True, limit=1 << 24, seed=0)
+        setting_of(plain, states.split(dead))

@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 
 from fullrank.fit import comparison, power, splitting
-from fullrank.fit.setting import Setting, plain_rows, prepare
-from fullrank.fit.states import Part, split
-from fullrank.heads import Head, build
+from fullrank.fit.setting import Setting, plain_rows
 from fullrank.heads.mixture import MixtureHead
 from fullrank.results.diagnosis import Power
+from tests.fit.planted import D, V, split_rows_setting, student_of
 
-D, V = 6, 40
 SETTINGS = comparison.Settings(seeds=1, rates=(0.12, 0.5), epochs=12)
 
 
-def setting_of(windows: int, *, time: int = 32, softcap: float | None = None) -> Setting:
-    """A model that is right: tokens from its own softmax."""
-    draw = torch.Generator().manual_seed(0)
-    plain: Head = build("softmax", hidden=D, vocab=V)
-    if softcap is not None:
-        plain.cap_scores(softcap)
-    hidden = torch.randn(windows, time, D, generator=draw)
-    with torch.no_grad():
-        plain.decoder.weight.normal_(generator=draw)
-        shares = plain(hidden).flatten(0, 1).exp()
-    targets = torch.multinomial(shares, 1, generator=draw).view(windows, time)
-    blocks = torch.arange(windows)[:, None].expand(windows, time)
-    parts = split(Part(states=(hidden,), targets=targets, ids=targets, blocks=blocks))
-    return prepare(plain, parts, rows=V, exact=True, matrix=True, limit=1 << 24, seed=0)
-
-
+@functools.cache
 def directions_of(setting: Setting) -> splitting.Directions:
     return splitting.search(splitting.gather(setting, tokens=2000))
 
 
-def mixture_over(setting: Setting, components: int = 2) -> MixtureHead:
-    head = build("mos", hidden=D, vocab=V, components=components, centred=False)
-    assert isinstance(head, MixtureHead)
-    head.decoder.weight = setting.plain.decoder.weight
-    return head
-
-
-# Each pair of values once.
-@pytest.mark.parametrize(
-    ("components", "gain", "softcap"), [(2, 0.02, None), (4, 0.2, None), (2, 0.2, 8.0), (4, 0.02, 8.0)]
-)
+@pytest.mark.parametrize(("components", "gain", "softcap"), [(2, 0.02, None), (4, 0.2, 8.0)])
 def test_what_is_planted_has_the_size_asked_for(components: int, gain: float, softcap: float | None) -> None:
-    setting = setting_of(140, softcap=softcap)
+    setting = split_rows_setting(0.0, windows=140, time=32, softcap=softcap)
     made = power.plant(setting, directions_of(setting), components=components, gain=gain, seed=1)
     part = setting.parts.fit
     rows, states = plain_rows(setting.plain, part), part.states[0].flatten(0, 1)
@@ -68,7 +42,7 @@ def test_what_is_planted_has_the_size_asked_for(components: int, gain: float, so
 
 
 def test_tokens_come_from_the_mixture_that_is_judged() -> None:
-    setting = setting_of(21)
+    setting = split_rows_setting(0.0, windows=21, time=32)
     made = power.plant(setting, directions_of(setting), components=2, gain=0.5, seed=1)
     state = setting.parts.fit.states[0][0, :1]
     rows, states = (state.expand(20_000, D) for _ in range(2))
@@ -86,12 +60,14 @@ def test_tokens_come_from_the_mixture_that_is_judged() -> None:
 
 
 def measured(setting: Setting, gain: float) -> Power:
-    return power.measure(setting, mixture_over(setting), directions_of(setting), gain=gain, settings=SETTINGS)
+    head = student_of(setting.plain, components=2)
+    assert isinstance(head, MixtureHead)
+    return power.measure(setting, head, directions_of(setting), gain=gain, settings=SETTINGS)
 
 
 @pytest.mark.slow(reason="eight seconds; what a planted gain says is in test_better_head.py by default")
 def test_a_planted_gain_is_found_where_tokens_are_many() -> None:
-    setting = setting_of(350, time=64)
+    setting = split_rows_setting(0.0, windows=350)
     before = setting.parts.fit.targets.clone()
     found = measured(setting, 0.3)
     # Less than was asked for: a softmax of so few directions takes some of it when it is fitted.
@@ -102,7 +78,7 @@ def test_a_planted_gain_is_found_where_tokens_are_many() -> None:
     assert torch.equal(setting.parts.fit.targets, before)
 
 
-def test_with_few_tokens_nothing_that_matters_would_have_been_seen() -> None:
+def test_few_tokens_have_a_large_detection_limit() -> None:
     # Of twelve windows there are a hundred and twenty tokens to judge on.
-    found = measured(setting_of(12), 0.02)
+    found = measured(split_rows_setting(0.0, windows=12, time=32), 0.02)
     assert found.smallest > 0.05

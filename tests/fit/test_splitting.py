@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fullrank.fit import split_heads, split_training, splitting
-from fullrank.fit.setting import Setting, prepare
-from fullrank.fit.states import Part, split
-from fullrank.heads import Head, build
+from fullrank.fit.states import Part
 from fullrank.heads.mixture import MixtureHead
-
-D, V = 6, 40
+from tests.fit.planted import D, V, split_rows_gathered, split_rows_setting, student_of
 
 
 def _moments(weight: Tensor, row: Tensor, target: int) -> tuple[Tensor, Tensor]:
@@ -75,54 +72,36 @@ def test_codes_move_components_along_all_directions_and_their_mean_along_none(co
     torch.testing.assert_close(codes.T @ codes / components, torch.eye(components - 1, dtype=torch.float64))
 
 
-def _setting(gap: float, *, softcap: float | None = None, windows: int = 120) -> Setting:
-    """States, and tokens from two softmaxes whose rows stand `gap` either side of the model's along a
-    direction that turns with the state."""
-    draw = torch.Generator().manual_seed(0)
-    plain: Head = build("softmax", hidden=D, vocab=V)
-    if softcap is not None:
-        plain.cap_scores(softcap)
-    hidden = torch.randn(windows, 64, D, generator=draw)
-    with torch.no_grad():
-        plain.decoder.weight.normal_(generator=draw)
-        turned = torch.roll(hidden, 1, dims=-1)
-        sign = torch.randint(2, (windows, 64, 1), generator=draw) * 2 - 1
-        log_probs = plain(hidden + gap * sign * turned)
-    targets = torch.multinomial(log_probs.flatten(0, 1).exp(), 1, generator=draw).view(windows, 64)
-    blocks = torch.arange(windows)[:, None].expand(windows, 64)
-    parts = split(Part(states=(hidden,), targets=targets, ids=targets, blocks=blocks))
-    return prepare(plain, parts, rows=V, exact=True, matrix=True, limit=1 << 24, seed=0)
+def cosine_to_the_planted(direction: Tensor) -> float:
+    """The planted direction turns with the state: d = M x with M the roll of the entries."""
+    return abs(
+        float(torch.cosine_similarity(direction.flatten(), torch.eye(D).roll(1, dims=0).flatten(), dim=0))
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 8.0])
 def test_directions_are_found_where_rows_are_split(softcap: float | None) -> None:
-    setting = _setting(0.6, softcap=softcap)
-    found = splitting.search(splitting.gather(setting, tokens=10_000))
-    assert found.sure >= 1
-    assert found.found[0] > 1.5 * found.null
-    # The direction turns with the state as the truth does: d = M x with M the roll of the entries.
-    truth = torch.roll(torch.eye(D), 1, dims=0)
-    cosine = (found.maps[0] * truth).sum() / found.maps[0].norm() / truth.norm()
-    assert abs(float(cosine)) > 0.9
-    head = build("mos", hidden=D, vocab=V, components=2, centred=False)
-    head.decoder.weight = setting.plain.decoder.weight
-    if softcap is not None:
-        head.cap_scores(softcap)
-    started, scale, gain = split_heads.apart(setting, head, found)
+    setting = split_rows_setting(0.6, softcap=softcap)
+    directions = splitting.search(split_rows_gathered(0.6, softcap=softcap))
+    assert directions.sure >= 1
+    assert directions.found[0] > 1.5 * directions.null
+    assert cosine_to_the_planted(directions.maps[0]) > 0.9
+    head = student_of(setting.plain, components=2)
+    started, scale, gain = split_heads.apart(setting, head, directions)
     assert scale > 0
     assert gain.low > 0.01
     held_out = setting.parts.held_out
-    before, after = (one(list(held_out.states), held_out.targets) for one in (head, started))
+    before, after = (mixture(list(held_out.states), held_out.targets) for mixture in (head, started))
     assert after < before - 0.01
 
 
 def test_no_direction_is_sure_where_the_model_is_right() -> None:
-    found = splitting.search(splitting.gather(_setting(0.0), tokens=10_000))
-    assert found.sure == 0
-    assert found.found[0] < 1.5 * found.null
+    directions = splitting.search(split_rows_gathered(0.0))
+    assert directions.sure == 0
+    assert directions.found[0] < 1.5 * directions.null
 
 
-def test_what_a_few_tokens_make_steepest_stands_behind_what_leads_somewhere() -> None:
+def test_an_eigenvector_of_a_few_tokens_ranks_behind_directions_that_gain() -> None:
     draw = torch.Generator().manual_seed(0)
 
     def moments(odd: int) -> splitting.Moments:
@@ -140,16 +119,16 @@ def test_what_a_few_tokens_make_steepest_stands_behind_what_leads_somewhere() ->
     find, judge = moments(32), moments(0)
     basis = splitting.Basis(rows=torch.eye(3), states=torch.eye(3), mean=torch.zeros(3))
     gathered = splitting.Gathered(find=find, judge=judge, basis=basis, within=(find, judge))
-    found = splitting.search(gathered)
+    directions = splitting.search(gathered)
     # The first row splits along any of the four, best as the first state does.
-    assert found.sure == 4
-    assert abs(float(found.maps[0][0, 0])) > 0.9
-    assert found.found[4] == max(found.found) > found.found[0]
-    assert abs(float(found.maps[4][1, 2])) > 0.9
+    assert directions.sure == 4
+    assert abs(float(directions.maps[0][0, 0])) > 0.9
+    assert directions.found[4] == max(directions.found) > directions.found[0]
+    assert abs(float(directions.maps[4][1, 2])) > 0.9
 
 
-def test_tokens_that_nobody_expects_do_not_hide_a_direction() -> None:
-    setting = _setting(0.6)
+def test_unlikely_tokens_do_not_hide_a_direction() -> None:
+    setting = split_rows_setting(0.6)
     draw = torch.Generator().manual_seed(5)
 
     def odd(part: Part) -> Part:
@@ -158,17 +137,15 @@ def test_tokens_that_nobody_expects_do_not_hide_a_direction() -> None:
         return dataclasses.replace(part, targets=torch.where(chosen, least, part.targets))
 
     parts = dataclasses.replace(setting.parts, fit=odd(setting.parts.fit), choose=odd(setting.parts.choose))
-    found = splitting.search(splitting.gather(dataclasses.replace(setting, parts=parts), tokens=10_000))
-    truth = torch.roll(torch.eye(D), 1, dims=0)
-    cosine = (found.maps[0] * truth).sum() / found.maps[0].norm() / truth.norm()
+    directions = splitting.search(splitting.gather(dataclasses.replace(setting, parts=parts), tokens=10_000))
     # 0.89 where their scores are not cut.
-    assert abs(float(cosine)) > 0.93
-    assert found.sure >= 1
+    assert cosine_to_the_planted(directions.maps[0]) > 0.93
+    assert directions.sure >= 1
 
 
-def test_more_tokens_than_can_be_held_whole_are_kept_in_the_basis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_beyond_the_memory_limit_are_stored_in_the_basis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "WIDTH", 3)
-    setting = dataclasses.replace(_setting(0.6), limit=8 * splitting.DRAWN * D * 500)
+    setting = dataclasses.replace(split_rows_setting(0.6), limit=8 * splitting.DRAWN * D * 500)
     gathered = splitting.gather(setting, tokens=10_000)
     assert len(gathered.within[0].states) > 1.5 * len(gathered.find.states)
     # States before drawn tokens, as far as the room goes.
@@ -178,18 +155,17 @@ def test_more_tokens_than_can_be_held_whole_are_kept_in_the_basis(monkeypatch: p
     # Whatever they are kept in, tokens from the model itself have the identity for their moments.
     drawn = (gathered.find.drawn @ gathered.basis.rows).flatten(0, 1)
     torch.testing.assert_close(drawn.T @ drawn / len(drawn), torch.eye(4), atol=0.02, rtol=0)
-    found = splitting.search(gathered)
-    assert found.sure >= 1
-    assert found.tokens == len(gathered.within[0].states)
+    directions = splitting.search(gathered)
+    assert directions.sure >= 1
+    assert directions.tokens == len(gathered.within[0].states)
 
 
 def test_training_within_the_basis_finds_what_the_eigenvectors_miss() -> None:
     """From directions that lead nowhere to what the leading ones gain, or more."""
-    setting = _setting(0.6)
-    head = build("mos", hidden=D, vocab=V, components=2, centred=False)
-    head.decoder.weight = setting.plain.decoder.weight
+    setting = split_rows_setting(0.6)
+    head = student_of(setting.plain, components=2)
     assert isinstance(head, MixtureHead)
-    directions = splitting.search(splitting.gather(setting, tokens=10_000))
+    directions = splitting.search(split_rows_gathered(0.6))
     # The leading ones, of other rows than they were found for.
     wrong = directions.inner.roll(1, dims=1)
     maps, shifts = splitting.in_units(directions.basis, wrong)
@@ -199,7 +175,8 @@ def test_training_within_the_basis_finds_what_the_eigenvectors_miss() -> None:
     learnt = split_training.trained(setting, head, lost, scale)
     right, _, _ = split_heads.apart(setting, head, directions)
     by_steps, by_training, by_eigenvectors = (
-        before - float(split_heads.choose_losses(setting, one).mean()) for one in (stepped, learnt, right)
+        before - float(split_heads.choose_losses(setting, mixture).mean())
+        for mixture in (stepped, learnt, right)
     )
     assert by_training > 2 * by_steps
     assert by_training > 0.9 * by_eigenvectors
@@ -211,16 +188,13 @@ def test_training_within_the_basis_finds_what_the_eigenvectors_miss() -> None:
     )
 
 
-def test_a_trunk_is_split_in_what_its_components_own() -> None:
-    setting = _setting(0.6)
-    gathered = splitting.gather(setting, tokens=10_000)
-    own = splitting.search(gathered, own=2)
-    assert own.maps.shape[1:] == (2, D)
-    head = build("trunk", hidden=D, vocab=V, components=2, private=2, centred=False)
-    head.decoder.weight = setting.plain.decoder.weight
-    moved = split_heads.split(head, own, 0.5)
+def test_a_trunk_is_split_in_the_private_part_of_its_rows() -> None:
+    directions = splitting.search(split_rows_gathered(0.6), own=2)
+    assert directions.maps.shape[1:] == (2, D)
+    head = student_of(split_rows_setting(0.6).plain, "trunk", components=2, private=2)
+    moved = split_heads.split(head, directions, 0.5)
     rows, log_prior = moved.rows([torch.randn(5, D)])
-    # The shared part is one for all components, and their mean row is where it was.
+    # All components share the other entries.
     torch.testing.assert_close(rows[:, 0, : D - 2], rows[:, 1, : D - 2])
     assert not torch.allclose(rows[:, 0], rows[:, 1])
     torch.testing.assert_close(log_prior.exp(), torch.full((5, 2), 0.5))
