@@ -39,14 +39,14 @@ def jacobian(weights: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 @given(rows)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_effective_number_lies_between_one_and_all(scores: Tensor) -> None:
     count = float(entropy(softmax(scores)).exp())
     assert 1 - 1e-9 <= count <= len(scores) * (1 + 1e-9)
 
 
 @given(rows, st.floats(1e-3, 10.0))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_entropy_is_that_of_the_shares(scores: Tensor, factor: float) -> None:
     weights = softmax(scores)
     assert float(entropy(factor * weights)) == pytest.approx(float(entropy(weights)), abs=1e-9)
@@ -63,7 +63,7 @@ def test_known_spreads() -> None:
 
 
 @given(rows, temperatures)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_every_weight_lies_in_the_envelope_of_the_range(scores: Tensor, temperature: float) -> None:
     weights, count = softmax(scores, temperature), len(scores)
     width = float(scores.max() - scores.min()) / temperature
@@ -78,7 +78,7 @@ def test_every_weight_lies_in_the_envelope_of_the_range(scores: Tensor, temperat
 
 
 @given(st.integers(2, 30), st.floats(0, 20), st.booleans())
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_sharp_ends_are_reached(count: int, width: float, lowest: bool) -> None:
     scores = torch.full((count,), width if lowest else 0.0, dtype=torch.float64)
     scores[0] = 0.0 if lowest else width
@@ -88,7 +88,7 @@ def test_the_sharp_ends_are_reached(count: int, width: float, lowest: bool) -> N
 
 
 @given(st.integers(0, 2**31), st.integers(1, 8), st.integers(1, 20), temperatures)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_range_is_at_most_twice_the_norms(seed: int, width: int, count: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(width, generator=generator, dtype=torch.float64)
@@ -106,7 +106,7 @@ def test_the_range_is_at_most_twice_the_norms(seed: int, width: int, count: int,
 
 
 @given(rows, temperatures)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_norm_is_the_largest_eigenvalue(scores: Tensor, temperature: float) -> None:
     weights = softmax(scores, temperature)
     exact = float(torch.linalg.eigvalsh(jacobian(weights, temperature))[-1])
@@ -114,7 +114,7 @@ def test_the_norm_is_the_largest_eigenvalue(scores: Tensor, temperature: float) 
 
 
 @given(rows, st.floats(0.0, 1.0))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_norm_of_weights_beside_a_sink(scores: Tensor, left: float) -> None:
     weights = left * softmax(scores)
     exact = float(torch.linalg.eigvalsh(jacobian(weights))[-1])
@@ -122,7 +122,7 @@ def test_the_norm_of_weights_beside_a_sink(scores: Tensor, left: float) -> None:
 
 
 @given(rows, temperatures)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_norm_is_at_most_half_over_the_temperature(scores: Tensor, temperature: float) -> None:
     assert float(jacobian_norm(softmax(scores, temperature), temperature)) <= 0.5 / temperature + 1e-12
 
@@ -147,7 +147,7 @@ def test_norms_of_uniform_and_of_one_hot_weights() -> None:
 
 
 @given(rows, temperatures, st.integers(0, 2**31), st.floats(1e-5, 2.0))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_estimator_never_exceeds_the_bound(
     scores: Tensor, temperature: float, seed: int, step: float
 ) -> None:
@@ -238,7 +238,7 @@ def by_hand(weights: Tensor, values: Tensor, seen: Tensor, members: list[int]) -
 
 
 @given(**cases)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_sets_are_what_the_definitions_say(
     seed: int, count: int, width: int, sharp: float, size: int, top: bool
 ) -> None:
@@ -261,7 +261,7 @@ def test_sets_are_what_the_definitions_say(
 
 
 @given(**cases)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_distance_never_exceeds_its_bound(
     seed: int, count: int, width: int, sharp: float, size: int, top: bool
 ) -> None:
@@ -285,7 +285,7 @@ def test_the_distance_never_exceeds_its_bound(
 
 
 @given(**cases)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_recall_and_precision_are_one_together(
     seed: int, count: int, width: int, sharp: float, size: int, top: bool
 ) -> None:
@@ -298,7 +298,7 @@ def test_recall_and_precision_are_one_together(
 
 
 @given(**cases)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_a_set_of_one_is_always_apart(
     seed: int, count: int, width: int, sharp: float, size: int, top: bool
 ) -> None:
@@ -311,7 +311,7 @@ def test_a_set_of_one_is_always_apart(
 
 
 @given(st.integers(0, 2**31), st.floats(0.1, 10.0))
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_turning_and_stretching_the_values_changes_no_separation(seed: int, factor: float) -> None:
     weights, values, visible = drawn(seed, 12, 4, 2.0)
     generator = torch.Generator().manual_seed(seed)

@@ -77,7 +77,7 @@ def test_all_sets_of_a_simplex_are_free(D: int) -> None:
     assert is_free(inside, np.array([D + 1])) is False
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), V=st.integers(8, 40), D=st.integers(2, 4))
 def test_free_sets_are_the_faces_of_the_brute_force_hull(seed: int, V: int, D: int) -> None:
     generator = np.random.default_rng(seed)
@@ -155,8 +155,8 @@ def gaussian(seed: int, V: int, D: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "weight",
-    [moment_curve(40, 6), gaussian(0, 300, 12), gaussian(1, 90, 30), 1e3 + gaussian(2, 300, 20) ** 3],
-    ids=["moment curve", "tall", "square", "heavy tails and a mean"],
+    [moment_curve(40, 6), gaussian(1, 60, 20), 1e3 + gaussian(2, 300, 12) ** 3],
+    ids=["moment curve", "wide", "heavy tails and a mean"],
 )
 def test_searched_sizes_never_exceed_the_exact_ones_and_come_near(weight: np.ndarray) -> None:
     exact = top_m_capacity(weight, samples=6)
@@ -173,43 +173,43 @@ def test_a_witness_holds_its_set_level_above_all_others() -> None:
     points = standardise(weight)
     search = WitnessSearch(points.rows)
     order = np.random.default_rng(0).permutation(400)
-    found = 0
+    witnesses = 0
     for m in range(1, 8):
         level = level_states(points.rows, order[:m])
         assert level is not None
         state = search.find(level)
         if state is None:
             continue
-        found += 1
+        witnesses += 1
         # On the given rows: one common logit on the set, and every other one lower.
         logits = weight @ (points.basis @ state)
         inside, outside = logits[order[:m]], np.delete(logits, order[:m])
         assert np.ptp(inside) < 1e-9
         assert outside.max() < inside.min() - 1e-8
-        # A state far from the level is none, also where the other rows score less than one.
+        # A state far from the level is refused, also where the other rows score less than one.
         assert search.is_witness(level, state)
         assert not search.is_witness(level, 0 * state)
         assert not search.is_witness(level, 2 * state)
         assert not search.is_witness(level, state + 0.5 * points.rows[order[0]])
-    assert found >= 4
+    assert witnesses >= 4
 
 
 def test_a_search_finds_nothing_where_there_is_nothing() -> None:
     V, D = 40, 6
     points = standardise(moment_curve(V, D))
     search = WitnessSearch(points.rows)
-    met = {True: 0, False: 0}
-    for tokens in orderings(5, V, 4, samples=12):
+    cases = {True: 0, False: 0}
+    for tokens in orderings(5, V, 4, samples=8):
         level = level_states(points.rows, tokens)
         assert level is not None
         truth = is_cyclic_face(tokens, V, D)
         assert (search.find(level) is not None) == truth
-        met[truth] += 1
-    assert min(met.values()) > 0
+        cases[truth] += 1
+    assert min(cases.values()) > 0
 
 
 def test_a_search_before_the_programs_changes_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = gaussian(6, 200, 16)
+    weight = gaussian(6, 150, 12)
     plain = top_m_capacity(weight, samples=4)
     solved: list[int] = []
     sinks = capacity._sinks
@@ -225,21 +225,21 @@ def test_a_search_before_the_programs_changes_no_size(monkeypatch: pytest.Monkey
 
 
 def test_the_time_limit_keeps_the_orderings_that_were_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = gaussian(7, 100, 12)
-    whole = top_m_capacity(weight, samples=6)
+    weight = gaussian(7, 60, 8)
+    complete = top_m_capacity(weight, samples=4)
     for exact in (True, False):
-        none = top_m_capacity(weight, samples=6, exact=exact, time_limit=0.0)
-        assert (none.sizes, none.undecided, none.capacity) == ((0,), 1, 0)
+        empty = top_m_capacity(weight, samples=4, exact=exact, time_limit=0.0)
+        assert (empty.sizes, empty.undecided, empty.capacity) == ((0,), 1, 0)
     ticks = iter(range(10**6))
     monkeypatch.setattr(capacity.time, "monotonic", lambda: float(next(ticks)))
     lengths = set()
-    for limit in range(1, 40):
-        part = top_m_capacity(weight, samples=6, time_limit=limit)
+    for limit in range(1, 40, 2):
+        part = top_m_capacity(weight, samples=4, time_limit=limit)
         lengths.add(len(part.sizes))
         if len(part.sizes) > 1:
-            assert part.sizes == whole.sizes[: len(part.sizes)]
-        elif part.sizes != whole.sizes[:1]:
-            assert part.sizes[0] < whole.sizes[0]
+            assert part.sizes == complete.sizes[: len(part.sizes)]
+        elif part.sizes != complete.sizes[:1]:
+            assert part.sizes[0] < complete.sizes[0]
             assert part.undecided == 1
     assert {1, 2, 3} <= lengths
 
@@ -256,7 +256,7 @@ def test_the_time_limit_keeps_the_orderings_that_were_finished(monkeypatch: pyte
         ({"weight": np.eye(3), "orders": np.array([[0.5]])}, "type float64"),
     ],
 )
-def test_bad_input_is_named(arguments: dict[str, object], words: str) -> None:
+def test_refusals(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(FullrankError, match=words):
         top_m_capacity(**arguments)  # type: ignore[arg-type]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fullrank.errors import FullrankError
-from fullrank.theory import factorise
+from fullrank.theory import Factorisation, factorise
 
 
 def language(N: int, V: int, rank: int, scale: float = 3.0, seed: int = 0) -> Tensor:
@@ -49,69 +51,62 @@ def test_a_sufficient_width_gives_the_distributions_back(
     seed: int, N: int, V: int, rank: int, extra: int
 ) -> None:
     log_probs = language(N, V, rank, seed=seed)
-    found = factorise(log_probs + 5.0, rank + extra)
-    assert found.exact
-    assert found.H.shape == (N, rank + extra)
-    assert found.W.shape == (V, rank + extra)
-    assert found.H.dtype == found.W.dtype == torch.float64
-    torch.testing.assert_close(torch.log_softmax(found.H @ found.W.T, dim=1), log_probs, rtol=0, atol=1e-11)
-    assert 0 <= found.loss < 1e-13
+    factors = factorise(log_probs + 5.0, rank + extra)
+    assert factors.exact
+    assert factors.H.shape == (N, rank + extra)
+    assert factors.W.shape == (V, rank + extra)
+    model = torch.log_softmax(factors.H @ factors.W.T, dim=1)
+    torch.testing.assert_close(model, log_probs, rtol=0, atol=1e-11)
+    assert 0 <= factors.loss < 1e-13
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_exact_to_the_precision_of_the_dtype(dtype: torch.dtype) -> None:
     log_probs = language(60, 40, 4)
-    found = factorise(log_probs.to(dtype), 4)
-    assert found.exact
-    step = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}[dtype]
-    error = (torch.log_softmax(found.H @ found.W.T, dim=1) - log_probs).abs().max()
-    assert error < step * log_probs.abs().max()
+    factors = factorise(log_probs.to(dtype), 4)
+    assert factors.exact
+    error = (torch.log_softmax(factors.H @ factors.W.T, dim=1) - log_probs).abs().max()
+    assert error < torch.finfo(dtype).eps * log_probs.abs().max()
 
 
-def test_the_loss_is_what_the_factors_give() -> None:
-    log_probs = language(50, 30, 8)
-    found = factorise(log_probs, 3, hops=2)
-    assert not found.exact
-    assert found.loss == pytest.approx(divergence(log_probs, found.H @ found.W.T), abs=1e-12)
-    assert found.loss <= min(found.descents) + 1e-12
-    # Two truncations, three random starts, two hops.
-    assert len(found.descents) == 7
+@pytest.fixture(scope="module")
+def low_width() -> tuple[Tensor, Factorisation]:
+    """Distributions of rank 5, and their factors of width 2."""
+    log_probs = language(20, 14, 5)
+    return log_probs, factorise(log_probs, 2, hops=1)
 
 
-def test_context_weights_are_minded() -> None:
-    log_probs = language(24, 16, 6)
-    weight = torch.linspace(0.01, 1.0, 24).square()
-    even, weighted = factorise(log_probs, 2, hops=1), factorise(log_probs, 2, hops=1, context_weight=weight)
-    logits = weighted.H @ weighted.W.T
-    assert weighted.loss == pytest.approx(divergence(log_probs, logits, weight.double()), abs=1e-12)
-    assert weighted.loss < divergence(log_probs, even.H @ even.W.T, weight.double()) - 1e-3
-    assert even.loss < divergence(log_probs, logits) - 1e-3
-
-
-def test_repeating_a_context_is_the_same_as_weighting_it() -> None:
-    log_probs = language(20, 15, 5)
-    repeated = factorise(torch.cat([log_probs, log_probs[:5]]), 2, hops=4)
-    weight = torch.ones(20)
-    weight[:5] = 2
-    assert repeated.loss == pytest.approx(
-        factorise(log_probs, 2, hops=4, context_weight=weight).loss, abs=1e-4
-    )
-
-
-def test_the_result_is_a_stationary_point() -> None:
-    log_probs = language(40, 30, 8)
-    found = factorise(log_probs, 3, hops=2)
-    H, W = found.H.clone().requires_grad_(), found.W.clone().requires_grad_()
+def test_the_factors_give_the_loss_at_a_stationary_point(low_width: tuple[Tensor, Factorisation]) -> None:
+    log_probs, factors = low_width
+    assert not factors.exact
+    assert factors.loss == pytest.approx(divergence(log_probs, factors.H @ factors.W.T), abs=1e-12)
+    assert factors.loss <= min(factors.descents) + 1e-12
+    # Two truncations, three random starts, one hop.
+    assert len(factors.descents) == 6
+    H, W = factors.H.clone().requires_grad_(), factors.W.clone().requires_grad_()
     loss = -(log_probs.exp() * torch.log_softmax(H @ W.T, dim=1)).sum(dim=1).mean()
     for gradient in torch.autograd.grad(loss, [H, W]):
         assert gradient.norm() < 1e-5
 
 
-def test_the_same_seed_gives_the_same_factors() -> None:
-    log_probs = language(30, 20, 6)
-    first, second = (factorise(log_probs, 2, hops=1, seed=3) for _ in range(2))
-    assert torch.equal(first.H, second.H)
-    assert first.descents == second.descents
+def test_the_same_seed_gives_the_same_factors(low_width: tuple[Tensor, Factorisation]) -> None:
+    log_probs, factors = low_width
+    again = factorise(log_probs, 2, hops=1)
+    assert torch.equal(again.H, factors.H)
+    assert again.descents == factors.descents
+
+
+def test_context_weights_count_as_repeated_contexts() -> None:
+    log_probs = language(12, 10, 5)
+    weight = torch.ones(12)
+    weight[:3] = 5
+    even, weighted = factorise(log_probs, 2, hops=0), factorise(log_probs, 2, hops=0, context_weight=weight)
+    logits = weighted.H @ weighted.W.T
+    assert weighted.loss == pytest.approx(divergence(log_probs, logits, weight.double()), abs=1e-12)
+    assert weighted.loss < divergence(log_probs, even.H @ even.W.T, weight.double()) - 1e-3
+    assert even.loss < divergence(log_probs, logits) - 1e-3
+    repeated = factorise(torch.cat([log_probs, *[log_probs[:3]] * 4]), 2, hops=0)
+    assert repeated.loss == pytest.approx(weighted.loss, abs=1e-4)
 
 
 @pytest.mark.slow(reason="a training against the floor, four seconds; the floor itself is tested exactly")
@@ -139,27 +134,28 @@ def test_long_training_does_not_undercut_the_floor(
 
 
 def test_zero_probabilities_count_in_the_loss_and_are_never_exact() -> None:
-    log_probs = language(12, 8, 3)
+    log_probs = language(8, 6, 3)
     log_probs[:, 5] = -torch.inf
     log_probs[3, 1] = -torch.inf
     log_probs = torch.log_softmax(log_probs, dim=1)
-    found = factorise(log_probs, 7, hops=0)
-    assert not found.exact
-    assert found.H.isfinite().all()
-    assert found.W.isfinite().all()
-    assert 0 <= found.loss < 1e-4
-    model = torch.softmax(found.H @ found.W.T, dim=1)
-    assert model[:, 5].max() < 1e-2
+    factors = factorise(log_probs, 5, hops=0)
+    assert not factors.exact
+    assert factors.H.isfinite().all()
+    assert factors.W.isfinite().all()
+    assert 0 <= factors.loss < 1e-4
+    assert torch.softmax(factors.H @ factors.W.T, dim=1)[:, 5].max() < 1e-2
 
 
-def test_bad_input_is_named_with_a_remedy() -> None:
-    good = torch.zeros(3, 4)
-    with pytest.raises(FullrankError, match="without any possible token"):
-        factorise(torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf]]), 1)
-    with pytest.raises(FullrankError, match="NaN"):
-        factorise(torch.full((2, 2), torch.nan), 1)
-    with pytest.raises(FullrankError, match="width is 0"):
-        factorise(good, 0)
-    for weight in (torch.ones(4), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0, torch.nan, 1.0])):
-        with pytest.raises(FullrankError, match=r"context_weight has shape .*expected \[3\]"):
-            factorise(good, 1, context_weight=weight)
+@pytest.mark.parametrize(
+    ("log_probs", "options", "words"),
+    [
+        ([[0.0, 1.0], [-torch.inf, -torch.inf]], {}, "without any possible token"),
+        ([[torch.nan, 0.0]], {}, "NaN"),
+        ([[0.0, 0.0]], {"width": 0}, "width is 0"),
+        *(([[0.0, 0.0]] * 3, {"context_weight": torch.tensor(weight)}, r"context_weight .*expected \[3\]")
+          for weight in ([1.0] * 4, [1.0, 0.0, 1.0], [1.0, torch.nan, 1.0])),
+    ],
+)  # fmt: skip
+def test_refusals(log_probs: list[list[float]], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(FullrankError, match=words):
+        factorise(torch.tensor(log_probs), **{"width": 1, **options})
