@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullrank.corpus import count
@@ -38,6 +38,7 @@ def tables(rows: count.Rows) -> list[list[tuple[int, list[tuple[int, int]]]]]:
     return found
 
 
+@settings(max_examples=30)
 @given(
     rows=st.dictionaries(
         st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)),

@@ -83,7 +83,7 @@ def check(found: Spectrum, dense: np.ndarray) -> None:
             assert errors[beyond] <= share * errors[1] * (1 + 1e-6) + 1e-7
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(corpora(), st.sampled_from(CONSTRUCTIONS))
 def test_equals_a_dense_svd(corpus: tuple[list[dict[int, int]], int], construction: str) -> None:
     rows, V = corpus
@@ -96,7 +96,7 @@ def test_equals_a_dense_svd(corpus: tuple[list[dict[int, int]], int], constructi
     check(spectrum(made), dense)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25)
 @given(corpora(), st.sampled_from(CONSTRUCTIONS))
 def test_the_operator_is_the_gram_matrix(corpus: tuple[list[dict[int, int]], int], construction: str) -> None:
     rows, V = corpus
@@ -214,6 +214,7 @@ def test_same_seed_same_figures_and_progress_rises() -> None:
     assert {stage.split(": ")[1] for stage, _ in told} == {"leading values", "tail"}
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 200_000))
 def test_grid(V: int) -> None:
     grid = grid_of(V)

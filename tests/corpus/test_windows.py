@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullrank.corpus import windows
@@ -16,6 +16,7 @@ from fullrank.errors import FullrankError
 pytest.importorskip("pyarrow")
 
 
+@settings(max_examples=30)
 @given(
     order=st.integers(2, 24),
     vocabulary=st.sampled_from([1, 2, 3, 255, 256, 257, 32_000, 32_768, 32_769, 151_936, 2**21, 2**30]),
@@ -40,6 +41,7 @@ def test_how_many_columns() -> None:
             Packing(order=order, vocabulary=10)
 
 
+@settings(max_examples=30)
 @given(
     runs=st.lists(st.lists(st.integers(0, 6), max_size=9), max_size=8),
     order=st.integers(2, 6),

@@ -89,9 +89,10 @@ def moved(head: Head, setting: Setting, by: float = 0.15) -> Trainee:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("components", [1, 2])
-@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize(
+    ("kind", "components", "scale"),
+    [("plain", 1, 30.0), ("plain", 2, 1.0), ("bias", 2, 30.0), ("capped", 1, 1.0), ("both", 2, 30.0)],
+)
 def test_the_start_is_the_model_to_the_rounding(kind: str, components: int, scale: float) -> None:
     plain = plain_layer(**KINDS[kind], size=0.5 / scale)
     setting = ready(plain, parts_of(plain, scale=scale))
@@ -229,8 +230,7 @@ def test_targets_outside_the_trained_rows_are_judged_too() -> None:
     assert float(gaps.abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("V", [2, 5, 12])
-@pytest.mark.parametrize("kind", ["plain", "both"])
+@pytest.mark.parametrize(("V", "kind"), [(2, "plain"), (5, "both"), (12, "plain")])
 def test_vocabularies_so_small_that_no_other_rows_are_left(V: int, kind: str) -> None:
     plain = plain_layer(V, 8, **KINDS[kind])
     setting = ready(plain, parts_of(plain))
@@ -254,18 +254,14 @@ def test_small_memory_changes_no_row_and_no_normaliser() -> None:
     torch.testing.assert_close(wide[0].normaliser, narrow[0].normaliser)
 
 
-def test_states_of_zero_are_refused() -> None:
-    nothing = part_of(torch.zeros(10, 4), torch.zeros(10, dtype=torch.int64))
+def test_refusals() -> None:
+    zeros = part_of(torch.zeros(10, 4), torch.zeros(10, dtype=torch.int64))
     with pytest.raises(FullrankError, match="zero"):
-        ready(plain_layer(20, 4), Parts(fit=nothing, choose=nothing, held_out=nothing))
-
-
-def test_a_head_that_is_no_rows_over_one_matrix_is_refused() -> None:
+        ready(plain_layer(20, 4), Parts(fit=zeros, choose=zeros, held_out=zeros))
     plain = plain_layer(60, 6)
     setting = ready(plain, parts_of(plain, (60, 40, 40)), rows=1)
-    head = build("pointer", hidden=6, vocab=60)
     with pytest.raises(FullrankError, match="pointer is not rows over one matrix"):
-        Trainee(head, setting, 0)
+        Trainee(build("pointer", hidden=6, vocab=60), setting, 0)
 
 
 def test_the_layer_of_a_head_is_the_head() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullrank.fit.schedule import Schedule, factor
@@ -52,6 +52,7 @@ def test_a_run_of_one_step_has_a_rate(schedule: Schedule) -> None:
     assert factors(schedule, 1)[0] == 1.0
 
 
+@settings(max_examples=30)
 @given(
     schedule=st.sampled_from(["cosine", "constant", "wsd"]),
     steps=st.integers(1, 500),

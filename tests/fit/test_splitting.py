@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,7 @@ def _moments(weight: Tensor, row: Tensor, target: int) -> tuple[Tensor, Tensor]:
     return weight[target] - mean, centred.T @ (p[:, None] * centred)
 
 
+@settings(max_examples=50)
 @given(seed=st.integers(0, 10_000), width=st.integers(1, 8), vocab=st.integers(2, 30))
 def test_statement_16_a_split_gains_what_its_second_derivative_says(
     seed: int, width: int, vocab: int
@@ -51,6 +52,7 @@ def test_statement_16_a_split_gains_what_its_second_derivative_says(
     assert log_mixture(0.01) == pytest.approx(log_mixture(-0.01), abs=1e-14)
 
 
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000))
 def test_statement_17_a_right_model_has_no_direction_to_split_along(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
