@@ -1,21 +1,22 @@
-"""Pilot of the bracket: the gain of small mixtures over a fixed softmax, in sample and on new text, at growing N.
+"""Pilot of the bracket: gains of small output layers over a fixed softmax, in sample and on new text.
 
-A class of output layers has a base that stays fixed. Its best member gains g over the base. Training the class to
-its optimum on N tokens brackets g: the mean gain in sample is at least g, the mean gain on new text is at most g.
-This pilot measures both ends on a real model, for classes whose maps and gates are confined to q directions.
+A class of output layers has a base that stays fixed. Its best member gains g over the base. A fit of the class
+to its optimum on N tokens brackets g: the mean gain in sample is at least g, the mean gain on new text at most g.
+The pilot measures both ends on a real model, for classes whose maps and gates are confined to q directions.
 
-    y     = S^-1/2 U' F^1/2 (h - mu)                    q leading directions of the scores, unit variance   [N, q]
-    h0    = h + P (A y + a)                              the base: fitted on other text, then fixed          [N, D]
-    row_k = h0 + P (X_k Z_k y + b_k)                     component k, rank r                                 [N, D]
-    prior = softmax_k(G y + c)                           gate                                                [N, K]
+    y     = S^-1/2 U' F^1/2 (h - mu)         q leading directions of the scores, unit variance    [N, q]
+    h0    = h + P (A y + a)                  the base: fitted on other text, then fixed           [N, D]
+    row_k = h0 + P (X_k Z_k y + b_k)         component k, rank r                                  [N, D]
+    prior = softmax_k(G y + c)               gate                                                 [N, K]
 
-P = F^-1/2 U gives steps of unit size in the scores. F is the mean covariance of the rows of W under the model's own
-probabilities, and U holds the eigenvectors of F^1/2 Cov(h) F^1/2. No label enters this choice. W is never trained.
+P = F^-1/2 U gives steps of unit size in the scores. F is the mean covariance of the rows of W under the model's
+own probabilities; U holds the eigenvectors of F^1/2 Cov(h) F^1/2. No label enters this choice, and W is fixed.
 
-    python -m benchmarks.bracket_pilot tokens enwik8.gz --model DIR --out tokens.npz    clean text, one document an article
-    python -m benchmarks.bracket_pilot fit tokens.npz --model DIR --out results/bracket_pilot.json --seconds 540
+    python -m benchmarks.bracket_pilot tokens enwik8.gz --model DIR --out tokens.npz
+    python -m benchmarks.bracket_pilot fit tokens.npz --model DIR --out results/bracket_pilot.json
 
-`fit` appends every finished fit to its record, and a second call continues where the first stopped.
+`tokens` writes clean text, one document an article. `fit` needs CUDA, appends every finished fit to its record,
+and continues where an earlier call stopped (`--seconds`).
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ LARGE = [
 class Layer(nn.Module):
     """Rows and log prior of a class, from states in whitened coordinates."""
 
+    step: Tensor
+
     def __init__(self, kind: LayerClass, step: Tensor, seed: int) -> None:
         super().__init__()
         self.kind = kind
@@ -118,8 +121,6 @@ class Layer(nn.Module):
         logits = torch.cat([y.new_zeros(len(y), 1), y @ self.gate + self.gate_shift], dim=1)
         return rows, logits.log_softmax(1)
 
-
-# ---- text -----------------------------------------------------------------------------------------------------
 
 _MARKUP = [
     (re.compile(r"<!--.*?-->", re.S), ""), (re.compile(r"<ref[^>]*/>|<ref.*?</ref>", re.S), ""),
@@ -173,9 +174,6 @@ def write_tokens(options: argparse.Namespace) -> None:
     lengths = np.array([len(document) for document in ids], dtype=np.int32)
     np.savez_compressed(options.out, ids=np.concatenate(ids), lengths=lengths)
     print(f"{len(articles):,} articles, {int(lengths.sum()):,} tokens")
-
-
-# ---- states ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -344,9 +342,8 @@ def run_fits(options: argparse.Namespace) -> None:
     if (cache / "states.pt").exists():
         states, W = torch.load(cache / "states.pt", map_location="cuda", weights_only=True)
     else:
-        model = (
-            AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, **loading).cuda().eval()
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, **loading)
+        model.cuda().eval()
         W = model.get_output_embeddings().weight.detach().clone()
         states = states_of(model, ids)
         del model
@@ -412,8 +409,8 @@ def run_fits(options: argparse.Namespace) -> None:
         inside = by_document(base_losses[tokens] - token_losses(text, layer, index, W), text.documents[index])
         new = by_document(base_test - token_losses(text, layer, test_index, W), text.documents[test_index])
         entry = {
-            "class": kind.name, "settings": asdict(kind), "parameters": layer.parameter_count(), "tokens_asked": tokens,
-            "tokens": len(index), "start": start, "tokens_seen": seen, "in_sample": inside, "new_text": new,
+            "class": kind.name, "settings": asdict(kind), "parameters": layer.parameter_count(),
+            "tokens_asked": tokens, "tokens": len(index), "start": start, "tokens_seen": seen, "in_sample": inside, "new_text": new,
             "gate_norm": float(layer.gate.detach().norm()), "seconds": round(time.time() - began, 2),
         }  # fmt: skip
         if kind.components == 2 and tokens == 1_000_000:
@@ -426,8 +423,9 @@ def run_fits(options: argparse.Namespace) -> None:
         record["fits"].append(entry)
         record_path.write_text(json.dumps(record, indent=1))
         print(
-            f"{kind.name:18s} p={entry['parameters']:>8,} N={len(index):>10,} start {start}: in {inside['mean']:+.5f} ({inside['error']:.5f})"
-            f"  new {new['mean']:+.5f} ({new['error']:.5f})  gate {entry['gate_norm']:.1f}  {entry['seconds']:.1f} s",
+            f"{kind.name:18s} p={entry['parameters']:>8,} N={len(index):>10,} start {start}: "
+            f"in {inside['mean']:+.5f} ({inside['error']:.5f})  new {new['mean']:+.5f} ({new['error']:.5f})  "
+            f"gate {entry['gate_norm']:.1f}  {entry['seconds']:.1f} s",
             flush=True,
         )
 

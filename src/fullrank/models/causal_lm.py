@@ -277,7 +277,7 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
     def base_model(self) -> Any:
         """The body; where the head is more than one matrix, a view of it that cannot be called."""
         head = self._modules.get("lm_head")
-        return self.model if head is None or self._one_matrix else StatesOnly(self.model, head.name)
+        return self.model if head is None or self._one_matrix else StatesOnly(self.model, self.lm_head.name)
 
     @property
     def _one_matrix(self) -> bool:
