@@ -1,22 +1,23 @@
 """Pilot of the bracket: gains of small output layers over a fixed softmax, in sample and on new text.
 
-A class of output layers has a base that stays fixed. Its best member gains g over the base. A fit of the class
-to its optimum on N tokens brackets g: the mean gain in sample is at least g, the mean gain on new text at most g.
-The pilot measures both ends on a real model, for classes whose maps and gates are confined to q directions.
+A class of output layers has a base that stays fixed. Its best member gains g over the base. A fit of the
+class to its optimum on N tokens brackets g: the mean gain in sample is at least g, on new text at most g. The
+pilot measures both ends on a real model, for classes whose maps and gates are confined to q directions.
 
     y     = S^-1/2 U' F^1/2 (h - mu)         q leading directions of the scores, unit variance    [N, q]
     h0    = h + P (A y + a)                  the base: fitted on other text, then fixed           [N, D]
     row_k = h0 + P (X_k Z_k y + b_k)         component k, rank r                                  [N, D]
     prior = softmax_k(G y + c)               gate                                                 [N, K]
 
-P = F^-1/2 U gives steps of unit size in the scores. F is the mean covariance of the rows of W under the model's
-own probabilities; U holds the eigenvectors of F^1/2 Cov(h) F^1/2. No label enters this choice, and W is fixed.
+P = F^-1/2 U gives steps of unit size in the scores. F is the mean covariance of the rows of W under the
+model's own probabilities; U holds the eigenvectors of F^1/2 Cov(h) F^1/2. No label enters this choice, and W
+is fixed.
 
     python -m benchmarks.bracket_pilot tokens enwik8.gz --model DIR --out tokens.npz
     python -m benchmarks.bracket_pilot fit tokens.npz --model DIR --out results/bracket_pilot.json
 
-`tokens` writes clean text, one document an article. `fit` needs CUDA, appends every finished fit to its record,
-and continues where an earlier call stopped (`--seconds`).
+`tokens` writes clean text, one document an article. `fit` needs CUDA, appends every finished fit to its
+record, and continues where an earlier call stopped (`--seconds`).
 """
 
 from __future__ import annotations
@@ -410,7 +411,8 @@ def run_fits(options: argparse.Namespace) -> None:
         new = by_document(base_test - token_losses(text, layer, test_index, W), text.documents[test_index])
         entry = {
             "class": kind.name, "settings": asdict(kind), "parameters": layer.parameter_count(),
-            "tokens_asked": tokens, "tokens": len(index), "start": start, "tokens_seen": seen, "in_sample": inside, "new_text": new,
+            "tokens_asked": tokens, "tokens": len(index), "start": start, "tokens_seen": seen,
+            "in_sample": inside, "new_text": new,
             "gate_norm": float(layer.gate.detach().norm()), "seconds": round(time.time() - began, 2),
         }  # fmt: skip
         if kind.components == 2 and tokens == 1_000_000:
