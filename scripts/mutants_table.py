@@ -300,7 +300,7 @@ MUTANTS = (
     Mutant(
         "rwkv_rows_mixed", "models/causal_lm.py",
         'if len(input_ids) > 1 and kind == "rwkv":', 'if len(input_ids) < 1 and kind == "rwkv":',
-        ("models/test_generate.py", "models/test_families.py"),
+        ("models/test_cache_layer.py", "models/test_memory_decoding.py", "models/test_families.py"),
         "Texts generated in a batch by an upgraded RWKV depend on each other.", "d6e0198",
     ),
     Mutant(
@@ -312,13 +312,13 @@ MUTANTS = (
     Mutant(
         "phi3_short_frequencies", "models/causal_lm.py",
         "cache.get_seq_length() <= short < input_ids.shape[1]", "cache.get_seq_length() < 0",
-        ("models/test_generate.py", "models/test_families.py"),
+        ("models/test_cache_layer.py", "models/test_memory_decoding.py", "models/test_families.py"),
         "An upgraded Phi-3 generates another text than the original beyond its short context.", "d6e0198",
     ),
     Mutant(
         "end_padding_accepted", "models/causal_lm.py",
         "last = mask[:, -1] != 0", "last = mask[:, -1] == mask[:, -1]",
-        ("models/test_generate.py", "models/test_causal_lm.py"),
+        ("models/test_memory_decoding.py", "models/test_generate.py"),
         "Prompts padded at the end are continued from padding, without an error.", "9ecab7d",
     ),
     Mutant(
