@@ -5,9 +5,10 @@
     bpe     the tokeniser itself
     ids     numbers with spaces between them, for tokens that came without a tokenizer
 
-Every text begins after the token that ends one, as in training, so the tokenizer puts it first; a text that
-spells it does not become it, except for words, where <eos> is a word. What ends with a text is left to who
-asks: a prompt goes on.
+Every text begins after the token that ends one, as in training, so the tokenizer puts it first. A text that
+spells a special token does not become it, except for words, where <eos> is a word, and where training read
+conversations: their chat template writes special tokens, and is saved with the tokenizer. What ends with a
+text is left to who asks: a prompt goes on.
 """
 
 from __future__ import annotations
@@ -42,15 +43,19 @@ def as_tokenizer(vocabulary: Vocabulary, *, longest: int | None = None) -> Any:
     made.post_processor = processors.TemplateProcessing(
         single=f"{end} $A", pair=f"{end} $A $B", special_tokens=[(end, vocabulary.eos)]
     )
+    marked, template = False, ""
+    if isinstance(vocabulary, Bpe):
+        marked, template = vocabulary.marked, vocabulary.chat_template
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         bos_token=end,
         eos_token=end,
         pad_token=end,
         unk_token=None if unknown is None else made.id_to_token(unknown),
-        split_special_tokens=True,
+        split_special_tokens=not marked,
         clean_up_tokenization_spaces=False,
         padding_side="right",
+        **({"chat_template": template} if template else {}),
         **({} if longest is None else {"model_max_length": longest}),
     )
 

@@ -123,9 +123,12 @@ def _vocabulary(text: Material, progress: Progress) -> tuple[Vocabulary, str]:
         )
     if config.tokenizer:
         tokenizer, end = tokenisers.loaded(config.tokenizer)
-        marked = text.chat is not None
-        size = config.vocabulary_size
-        return Bpe.loaded(tokenizer, config.tokenizer, end, size=size, marked=marked), "tokenizer"
+        template = "" if text.chat is None else text.chat.source()
+        vocabulary = Bpe.loaded(
+            tokenizer, config.tokenizer, end,
+            size=config.vocabulary_size, marked=text.chat is not None, chat_template=template,
+        )  # fmt: skip
+        return vocabulary, "tokenizer"
     sampled = tokenisers.sampled(text.watched("training BPE", "train", progress), text.texts.bytes)
     trained = Bpe.train(sampled, config.bpe_size)
     return Bpe(trained.tokenizer, trained.eos, size=config.vocabulary_size), "train"

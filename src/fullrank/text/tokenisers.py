@@ -210,6 +210,13 @@ class Template:
         self.text = str(tokenizer.chat_template)
         self._tokenizer = tokenizer
 
+    def source(self) -> str:
+        """The template for another tokenizer: it first sets the special tokens that it names to this one's."""
+        template = str(self._tokenizer.get_chat_template())
+        tokens = self._tokenizer.special_tokens_map.items()
+        named = [(name, str(token)) for name, token in tokens if name in template]
+        return "".join(f"{{% set {name} = {json.dumps(token)} %}}\n" for name, token in named) + template
+
     def __call__(self, messages: list[Any]) -> str:
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False)

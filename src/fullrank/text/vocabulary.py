@@ -239,8 +239,18 @@ class Bpe(Vocabulary):
 
     level = "bpe"
 
-    def __init__(self, tokenizer: Tokenizer, eos: int, *, size: int = 0, marked: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        eos: int,
+        *,
+        size: int = 0,
+        marked: bool = False,
+        chat_template: str = "",
+    ) -> None:
         self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        """The template that made texts of conversations; empty without one. It is no part of the digest."""
         # A file may ask for either; both would change a text.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -281,7 +291,14 @@ class Bpe(Vocabulary):
 
     @classmethod
     def loaded(
-        cls, tokenizer: Tokenizer, name: str, end: str = "", *, size: int = 0, marked: bool = False
+        cls,
+        tokenizer: Tokenizer,
+        name: str,
+        end: str = "",
+        *,
+        size: int = 0,
+        marked: bool = False,
+        chat_template: str = "",
     ) -> Bpe:
         """Of a tokenizer that others made; a token that ends a text is found by name where it is not said."""
         special = {
@@ -291,7 +308,9 @@ class Bpe(Vocabulary):
         }
         for known in (end, *ENDS):
             if known in special:
-                return cls(tokenizer, special[known], size=size, marked=marked)
+                return cls(
+                    tokenizer, special[known], size=size, marked=marked, chat_template=chat_template
+                )
         raise FullrankError(
             f"{name} has no special token that ends a text (it has {', '.join(special) or 'none at all'}, "
             f"expected one of {', '.join(ENDS)}): add {END} to it, or leave data.tokenizer empty to train one"
@@ -342,7 +361,8 @@ class Bpe(Vocabulary):
 
     def save(self, folder: Path) -> None:
         write_whole(folder / TOKENIZER_FILE, self.tokenizer.to_str(pretty=True) + "\n")
-        write_whole(folder / FILE, json.dumps(self._settings()) + "\n")
+        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        write_whole(folder / FILE, json.dumps({**self._settings(), **template}) + "\n")
 
     def _settings(self) -> dict[str, Any]:
         padded = {"size": self.size} if self.size > self.own_size else {}
@@ -404,8 +424,13 @@ def load(folder: Path) -> Vocabulary:
             return Numbers(int(data["size"]), int(data["eos"]))
         if level == "bpe":
             tokenizer = _tokenizer(folder / TOKENIZER_FILE)
-            size, marked = int(data.get("size", 0)), bool(data.get("marked"))
-            return Bpe(tokenizer, int(data["eos"]), size=size, marked=marked)
+            return Bpe(
+                tokenizer,
+                int(data["eos"]),
+                size=int(data.get("size", 0)),
+                marked=bool(data.get("marked")),
+                chat_template=str(data.get("chat_template", "")),
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, FullrankError):
             raise
