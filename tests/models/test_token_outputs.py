@@ -173,7 +173,10 @@ def test_states_times_the_output_embedding_are_refused_where_they_are_another_lo
         assert model.model(ids).last_hidden_state.shape == (*ids.shape, 32)
 
 
-def test_a_softmax_with_a_soft_cap_is_upgraded_further(tiny_model: Make, ids: Tensor) -> None:
-    plain = upgrade(tiny_model("gemma2"), "softmax")
+@pytest.mark.parametrize("family", ["gemma2", "cohere"])
+def test_a_softmax_with_a_soft_cap_or_a_scale_is_upgraded_further(
+    family: str, tiny_model: Make, ids: Tensor
+) -> None:
+    plain = upgrade(tiny_model(family), "softmax")
     mixture = upgrade(plain, "mos", components=3)
     torch.testing.assert_close(mixture(ids).logits, plain(ids).logits, atol=1e-4, rtol=1e-4)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fullrank.errors import FullrankError
 from fullrank.heads import Start
-from fullrank.models import anatomy, loading
+from fullrank.models import anatomy, head_anatomy, loading
 
 PROBE = 24
 """Tokens in each of the two texts of the probe."""
@@ -87,20 +87,22 @@ def read(model: Any, body: Any, ids: Tensor) -> tuple[Layer, Tensor]:
     scores = states @ output.weight.T
     if output.bias is not None:
         scores += output.bias
+    # The states that enter a head of ours have its scale already, and `between` is that scale.
+    scale = 1.0 if head_anatomy.has_own_head(model) else facts.logit_scale
     bias = output.bias
-    if bias is not None and facts.logit_scale == 1.0 and len(original.bias) == kept:
+    if bias is not None and scale == 1.0 and len(original.bias) == kept:
         bias = original.bias
     start = Start(
         weight=weight,
         bias=bias,
         softcap=facts.softcap,
-        size=float(states.square().mean().sqrt()) * abs(facts.logit_scale),
+        size=float(states.square().mean().sqrt()) * abs(scale),
         low=float(scores.min()),
         high=float(scores.max()),
         # Of the layers below only the width is told, not how many there are.
         widths=(weight.shape[1], body.config.get_text_config().hidden_size),
     )
-    layer = Layer(start=start, scale=facts.logit_scale * between, tied=facts.tied)
+    layer = Layer(start=start, scale=scale * between, tied=facts.tied)
     return layer, torch.log_softmax(logits.double(), dim=-1)
 
 
