@@ -47,7 +47,9 @@ def test_the_documented_losses(family: str, page: dict[str, Any], tiny_model: Ma
             model.zero_grad()
             loss = page[function](*arguments)
             loss.backward()
-            grads = {key: item.grad.clone() for key, item in model.named_parameters() if item.grad is not None}
+            grads = {
+                key: item.grad.clone() for key, item in model.named_parameters() if item.grad is not None
+            }
             results.append((loss.detach(), grads))
         (fast, gradients), (table, expected) = results
         torch.testing.assert_close(fast, table, rtol=1e-4, atol=1e-5)

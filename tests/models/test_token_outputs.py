@@ -106,7 +106,9 @@ def test_a_head_answers_the_fused_output_layer_with_its_own_loss(
     torch.testing.assert_close(output.loss, -output.log_probs.sum() / 40)
     # Without the argument the model is as it was, and so is a copy.
     torch.testing.assert_close(model(ids).logits[:, :-1], table, atol=1e-5, rtol=1e-5)
-    assert torch.equal(copy.deepcopy(model)(input_ids=ids, labels=labels, fused_lm_head=True).label_mask, mask)
+    assert torch.equal(
+        copy.deepcopy(model)(input_ids=ids, labels=labels, fused_lm_head=True).label_mask, mask
+    )
 
 
 def softcap(name: str) -> dict[str, float]:

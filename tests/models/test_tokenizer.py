@@ -85,7 +85,9 @@ def test_a_run_on_conversations_saves_its_template_and_cuts_text_as_training_did
         "{% endfor %}"
     )
     theirs.save_pretrained(tmp_path / "theirs")
-    chats = [[{"role": "user", "content": f"the cat {n}"}, {"role": "user", "content": "a"}] for n in range(40)]
+    chats = [
+        [{"role": "user", "content": f"the cat {n}"}, {"role": "user", "content": "a"}] for n in range(40)
+    ]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf8")
     config = DataConfig(level="bpe", tokenizer=str(tmp_path / "theirs"))

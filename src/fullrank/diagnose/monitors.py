@@ -36,6 +36,7 @@ from fullrank.errors import FullrankError
 from fullrank.heads.base import Head
 from fullrank.heads.rows import RowHead
 from fullrank.ops import linear_logprob
+from fullrank.ops.arguments import widest_dtype
 from fullrank.ops.mixture.reference import bent_scores
 from fullrank.theory import least_rank
 
@@ -100,11 +101,14 @@ def measure(
     `ids` [batch, time] are the tokens under them, each row of a text of its own; `seen` [batch, time] is
     False where there is padding. `rank_contexts` bounds the sample of the log-probabilities in both
     directions; `contexts_wanted` by default. Weights must be whole on this process. What comes out as no
-    number is nan.
+    number is nan. What lies on a device without fp64 is measured on the CPU.
     """
     if ids.ndim != 2 or ids.numel() < 3:
         raise FullrankError(f"monitors got ids of shape {list(ids.shape)}, expected [batch, time], 3 or more")
     seen = torch.ones_like(ids, dtype=torch.bool) if seen is None else seen.bool()
+    if widest_dtype(ids.device) != torch.float64:
+        head, states = copy.deepcopy(head).cpu(), [state.cpu() for state in states]
+        ids, seen = ids.cpu(), seen.cpu()
     size = contexts_wanted(head) if rank_contexts is None else rank_contexts
     weight = head.decoder.weight
     with torch.autocast(ids.device.type, enabled=False):

@@ -14,9 +14,10 @@ A repetition penalty, which multiplies, sees other numbers than it saw in the or
 `model` is the body as transformers has it, with its own cache, attention and checkpointing. `lm_head` is the
 head; its inner matrix is the output embedding, so that tying, resizing and adapters find what they expect.
 Under most heads that matrix times the body's states is not the distribution, so a call of `base_model` is
-refused (`token_outputs`), and TRL's fused output layer is answered by the head itself. A head that reads the states of earlier tokens (`Head.reads_time`) needs them all at every step: with it
-`generate` runs without a cache. A head that carries a memory of them (`Head.carries_memory`) has it in the
-cache, as one more layer, or beside the state of a recurrent body (`cache_layer`).
+refused (`token_outputs`), and TRL's fused output layer is answered by the head itself. A head that reads the
+states of earlier tokens (`Head.reads_time`) needs them all at every step: with it `generate` runs without a
+cache. A head that carries a memory of them (`Head.carries_memory`) has it in the cache, as one more layer, or
+beside the state of a recurrent body (`cache_layer`).
 """
 
 from __future__ import annotations
@@ -487,7 +488,13 @@ class FullrankForCausalLM(PreTrainedModel, GenerationMixin):
         targets = targets.masked_fill(targets == ignore_index, IGNORED)
         settings = getattr(self, "_token_settings", TokenSettings())
         return token_outputs(
-            self.lm_head, states, targets, settings, context=context, count=count, drop_last=labels is not None
+            self.lm_head,
+            states,
+            targets,
+            settings,
+            context=context,
+            count=count,
+            drop_last=labels is not None,
         )
 
     def _log_probs(

@@ -57,8 +57,8 @@ class FullrankConfig(PreTrainedConfig):
     attention_temperature: float = 1.0
     """What attention scores are divided by, whatever the normaliser."""
     return_logits: bool | None = None
-    """Whether forward gives log-probabilities beside a loss as well; None leaves them out in training steps of
-    transformers' Trainer alone. They are V wide: set False where only losses are read."""
+    """Whether forward gives log-probabilities beside a loss as well; None leaves them out in training steps
+    of transformers' Trainer alone. They are V wide: set False where only losses are read."""
     origin: dict[str, Any] | None = None
     """What was upgraded, and how near the start came to it: see `fullrank.upgrade.upgrade`."""
 

@@ -1,10 +1,10 @@
 """Per-token outputs of a model's own head, in place of a product of states and output embedding.
 
-TRL (from version 1.15) gives a model a fused output layer: `add_fused_lm_head` replaces `model.forward` by a
-function that multiplies the states of `model.base_model` by `get_output_embeddings().weight`. Under most of our
-heads that is another distribution, and the head's own parameters would get no gradient. So
-`FullrankForCausalLM` keeps its forward, stores the settings of TRL's function, and its head computes what TRL
-asks for, per token [batch, time - 1], 0 where the label is -100:
+TRL (from version 1.15) gives a model a fused output layer: `add_fused_lm_head` replaces `model.forward` by
+a function that multiplies the states of `model.base_model` by `get_output_embeddings().weight`. Under most
+of our heads that is another distribution, and the head's own parameters would get no gradient. So
+`FullrankForCausalLM` keeps its forward, stores the settings of TRL's function, and its head computes what
+TRL asks for, per token [batch, time - 1], 0 where the label is -100:
 
     log_probs           log p(label), with a gradient
     entropy             nats; with a gradient unless `is_top1` is asked for too: then both are metrics
@@ -96,8 +96,8 @@ def settings_of(forward: Any) -> TokenSettings | None:
     missing = [name for name in names if name not in values]
     if missing:
         raise FullrankError(
-            f"the fused output layer of this TRL has no {' and no '.join(missing)}, expected that of versions "
-            "1.15 and 1.16: install one of them, or train with transformers' Trainer"
+            f"the fused output layer of this TRL has no {' and no '.join(missing)}, expected that of "
+            "versions 1.15 and 1.16: install one of them, or train with transformers' Trainer"
         )
     return TokenSettings(temperature=values["temperature"], outputs=tuple(values["outputs"]))
 
@@ -152,8 +152,8 @@ def _in_one_pass(
         return -nll, entropy if ENTROPY in wanted else None, stats.argmax
     if not rows:
         raise FullrankError(
-            f"{head.name} has no log-probabilities at temperature {temperature:g}: pass temperature=1.0 to the "
-            "trainer, or take a head that is rows over one matrix, such as mos"
+            f"{head.name} has no log-probabilities at temperature {temperature:g}: pass temperature=1.0 to "
+            "the trainer, or take a head that is rows over one matrix, such as mos"
         )
     log_probs = head.token_logprobs(states, targets[..., None], temperature=temperature)[..., 0]
     entropy = _entropy(head, states, mask, temperature) if ENTROPY in wanted else None

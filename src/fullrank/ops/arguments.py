@@ -28,6 +28,15 @@ def check_reduction(targets: Tensor, reduction: str, token_weight: Tensor | None
             )
 
 
+WITHOUT_FLOAT64 = ("mps",)
+"""Kinds of device that have no fp64."""
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums over many tokens or steps on a device: fp64 where it has that."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of everything after the product, and of all that is summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fullrank.ops.arguments import widest_dtype
 from fullrank.ops.pointwise import Evaluated, Pointwise
 
 COPIES = 256
@@ -119,11 +120,12 @@ def zero_gradients(needs: Needs, weight: Tensor, pointwise: Pointwise, wide: tor
     V, trained = weight.shape[0], pointwise.trained
     bins = 0 if trained is None else len(trained)
     slopes = needs.slopes and trained is not None
+    widest = widest_dtype(weight.device)
     return Gradients(
         weight=weight.new_zeros(weight.shape, dtype=wide) if needs.weight else None,
         bias=weight.new_zeros(V, dtype=wide) if needs.bias else None,
-        sums=weight.new_zeros(bins, dtype=torch.float64) if slopes else None,
-        moments=weight.new_zeros(bins, dtype=torch.float64) if slopes else None,
+        sums=weight.new_zeros(bins, dtype=widest) if slopes else None,
+        moments=weight.new_zeros(bins, dtype=widest) if slopes else None,
     )
 
 
@@ -137,7 +139,9 @@ def fake_sums(
     return (
         weight.new_empty(weight.shape, dtype=wide) if needs.weight else None,
         weight.new_empty(weight.shape[0], dtype=wide) if needs.bias else None,
-        slopes.new_empty(slopes.shape, dtype=torch.float64) if needs.slopes and slopes is not None else None,
+        None
+        if slopes is None or not needs.slopes
+        else slopes.new_empty(slopes.shape, dtype=widest_dtype(slopes.device)),
     )
 
 

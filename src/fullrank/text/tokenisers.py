@@ -211,7 +211,7 @@ class Template:
         self._tokenizer = tokenizer
 
     def source(self) -> str:
-        """The template for another tokenizer: it first sets the special tokens that it names to this one's."""
+        """The template for another tokenizer: it first sets the special tokens that it names."""
         template = str(self._tokenizer.get_chat_template())
         tokens = self._tokenizer.special_tokens_map.items()
         named = [(name, str(token)) for name, token in tokens if name in template]

@@ -308,9 +308,7 @@ class Bpe(Vocabulary):
         }
         for known in (end, *ENDS):
             if known in special:
-                return cls(
-                    tokenizer, special[known], size=size, marked=marked, chat_template=chat_template
-                )
+                return cls(tokenizer, special[known], size=size, marked=marked, chat_template=chat_template)
         raise FullrankError(
             f"{name} has no special token that ends a text (it has {', '.join(special) or 'none at all'}, "
             f"expected one of {', '.join(ENDS)}): add {END} to it, or leave data.tokenizer empty to train one"

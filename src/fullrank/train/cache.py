@@ -31,6 +31,7 @@ from torch import Tensor
 from fullrank.errors import FullrankError
 from fullrank.models import FullrankForCausalLM, anatomy
 from fullrank.models.loading import Loaded, quiet
+from fullrank.ops.arguments import widest_dtype
 from fullrank.train.evaluate import BLOCKS, Evaluation, Progress, Split, limited, summarise, token_losses
 
 WEIGHTS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
@@ -241,7 +242,7 @@ def tune(
             own = torch.from_numpy(way.losses[part]).to(votes.device)
             for column, weight in enumerate(weights):
                 mixed = _mixed(own, votes, weight, empty=start == 0)
-                totals[:, column] += mixed.sum(1, dtype=torch.float64).cpu().numpy()
+                totals[:, column] += mixed.sum(1, dtype=widest_dtype(mixed.device)).cpu().numpy()
             if progress is not None:
                 progress((number + part.stop / len(way.tokens)) / len(windows))
         for (row, column), total in np.ndenumerate(totals):

@@ -38,6 +38,7 @@ from fullrank.errors import FullrankError
 from fullrank.fit.captured import Step, Update
 from fullrank.models import FullrankForCausalLM
 from fullrank.models.anatomy import longest
+from fullrank.ops.arguments import widest_dtype
 from fullrank.train import objective
 from fullrank.train.evaluate import (
     BLOCKS,
@@ -357,7 +358,7 @@ def _step(
 
 def _decay_rates(statistics: list[Tensor], decay: float) -> list[Tensor]:
     """min(1, decay · s / s̄): weights with large gradients are pulled back faster, never past their value."""
-    mean = torch.stack([rms.mean(dtype=torch.float64) for rms in statistics]).mean()
+    mean = torch.stack([rms.mean(dtype=widest_dtype(rms.device)) for rms in statistics]).mean()
     if not mean > 0:
         return [torch.zeros_like(rms) for rms in statistics]
     return [(rms * (decay / float(mean))).clamp_(max=1.0) for rms in statistics]

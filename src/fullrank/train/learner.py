@@ -25,6 +25,7 @@ from fullrank.heads.vocab_parallel import VocabParallelHead, clip_gradients, ign
 from fullrank.models import FullrankForCausalLM
 from fullrank.models.flops import training_flops
 from fullrank.models.randomness import restored_randomness
+from fullrank.ops.arguments import widest_dtype
 from fullrank.text.store import Corpus
 from fullrank.train import evaluate, folder, weights
 from fullrank.train.batches import Batch
@@ -233,7 +234,7 @@ class Learner:
     def _gradients(self, ids: Tensor, targets: Tensor, carried: Carried) -> tuple[Tensor, Carried]:
         """Gradients of the batch's mean loss; returns that loss without penalties, and what is carried on."""
         parts = self.config.accumulate
-        total, following = ids.new_zeros((), dtype=torch.float64), []
+        total, following = ids.new_zeros((), dtype=widest_dtype(ids.device)), []
         usage = self._usage(ids, targets, carried) if _needs_usage(self.config) else None
         for number, part in enumerate(self._parts(ids, targets, carried)):
             last = number + 1 == parts

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullrank.ops.arguments import widest_dtype
 from fullrank.train.batches import Cursor
 
 
@@ -39,7 +40,8 @@ class Tally:
         """Count from zero: a line has been written."""
         self.steps, self.tokens, self.seconds = 0, 0, 0.0
         device = self.machine.device
-        self._loss, self._norm = (torch.zeros((), device=device, dtype=torch.float64) for _ in range(2))
+        widest = widest_dtype(device)
+        self._loss, self._norm = (torch.zeros((), device=device, dtype=widest) for _ in range(2))
         self._skipped, self._longest = (torch.zeros((), device=device, dtype=torch.int64) for _ in range(2))
         self._ended = torch.full((), -1, device=device, dtype=torch.int64)
 

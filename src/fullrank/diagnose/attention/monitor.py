@@ -15,6 +15,7 @@ all as means over layers, heads, texts and queries.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from fullrank.models.attention import no_attention
 from fullrank.models.glimpse import Glimpse, glimpses
 from fullrank.models.normalisers import normaliser_called, sensitivity
+from fullrank.ops.arguments import widest_dtype
 from fullrank.theory.attention import entropy
 
 TEXTS, QUERIES = 4, 4
@@ -71,6 +73,8 @@ def summary(looked: Sequence[Glimpse]) -> dict[str, float]:
 
 def _rows(looked: Sequence[Glimpse]) -> dict[str, Tensor]:
     """One number a query, of layers with one normaliser."""
+    if widest_dtype(looked[0].weights.device) != torch.float64:
+        looked = [_on_cpu(layer) for layer in looked]
     length = looked[0].weights.shape[-1]
     weights = torch.cat([one.weights.reshape(-1, length) for one in looked]).double()
     visible = torch.cat([one.visible.reshape(-1, length) for one in looked])
@@ -96,6 +100,13 @@ def _rows(looked: Sequence[Glimpse]) -> dict[str, Tensor]:
     if kind.sparse:
         found["zeros"] = ((weights == 0) & visible).sum(-1) / visible.sum(-1).clamp(min=1).double()
     return found
+
+
+def _on_cpu(layer: Glimpse) -> Glimpse:
+    parameter = layer.parameter.cpu() if isinstance(layer.parameter, Tensor) else layer.parameter
+    return dataclasses.replace(
+        layer, weights=layer.weights.cpu(), visible=layer.visible.cpu(), parameter=parameter
+    )
 
 
 def _column(one: Glimpse, start: float) -> Tensor:

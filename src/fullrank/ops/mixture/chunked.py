@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullrank.ops.arguments import compute_dtype
+from fullrank.ops.arguments import compute_dtype, widest_dtype
 from fullrank.ops.pointwise import Evaluated, Identity, Pointwise
 from fullrank.ops.products import (
     Gradients,
@@ -105,7 +105,8 @@ class Vocabulary:
         tile = bent.value
         row = upstream / total
         if gradients.sums is not None:
-            gradients.add_slopes(bent, tile.to(torch.float64, copy=True).mul_(row[:, None]))
+            widest = widest_dtype(tile.device)
+            gradients.add_slopes(bent, tile.to(widest, copy=True).mul_(row[:, None]))
         if bent.slope is not None:
             tile.mul_(bent.slope)
         if gradients.bias is not None:

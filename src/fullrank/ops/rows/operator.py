@@ -29,6 +29,7 @@ from fullrank.ops.arguments import (
     check_rows,
     compute_dtype,
     product_dtype,
+    widest_dtype,
 )
 from fullrank.ops.mixture import reference
 from fullrank.ops.mixture.chunked import mixture_pass
@@ -238,7 +239,7 @@ def add_targets(
         scores = scores + at_targets.masked_fill(torch.isneginf(at_targets), 0.0)
     bent = pointwise.evaluate_(scores[:, None], gradient=True)
     step = upstream if bent.slope is None else upstream * bent.slope[:, 0]
-    sums.add_slopes(bent, upstream.to(torch.float64, copy=True)[:, None])
+    sums.add_slopes(bent, upstream.to(widest_dtype(upstream.device), copy=True)[:, None])
     if d_rows is not None:
         d_rows.add_(own * step[:, None])
     del own
