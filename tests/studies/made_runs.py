@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from fullrank.results import provenance
+from fullrank.results import Provenance
 from fullrank.results.grid import GridAnswer, GridPoint, GridRun
 from fullrank.studies.grid import Study
 from fullrank.studies.grid_plan import Extent, Spec
 from fullrank.train.config import override
 from fullrank.train.recipes import recipe
+
+# `provenance()` starts git twice, and a plan has hundreds of runs.
+MADE = Provenance(command="", commit="", time="", device="cpu", seed=None, versions={})
 
 
 def made_by_hand(
@@ -37,7 +40,7 @@ def made_by_hand(
         name=name, factors=factors, seed=seed, settings=(), recipe="transformer-tiny", parameters=1,
         tokens=tokens * len(losses), flops=1e4 * tokens * len(losses), seconds=1.0, curve=curve, valid=valid,
         test=valid, last=losses[-1], failure="", after_looking=False,
-        made=provenance(seed=None, device="cpu"), per_byte=per_byte,
+        made=MADE, per_byte=per_byte,
     )  # fmt: skip
 
 

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import fullrank.report
 from fullrank.cli.main import run as command
 from fullrank.errors import FullrankError
-from fullrank.report.pages.attention_grid_section import _arms, over_temperatures, sections
-from fullrank.results import Estimate, Grid, load, provenance
+from fullrank.results import Grid, load
 from fullrank.results.grid import GridPoint, GridRun
 from fullrank.studies import attention_grid
 from fullrank.studies.attention_grid import STATEMENT, study
@@ -119,44 +117,6 @@ def test_few_runs_decide_nothing() -> None:
     assert all(answer.sentence for answer in answers)
     seen = next(answer.seen for answer in answers if answer.label == "softmax: T 0.5 against 1")
     assert 0 < seen < STATEMENT.smallest
-
-
-def record(runs: list[GridRun]) -> Grid:
-    return Grid(
-        name="attention", statement=STATEMENT, declared="0", small=False, runs=tuple(runs), missing=(),
-        answers=(),
-    )  # fmt: skip
-
-
-def test_the_picture_has_a_line_a_normaliser_with_the_range_of_its_seeds() -> None:
-    arms = _arms(record(known()))
-    picture = over_temperatures(arms)
-    assert [key.label for key in picture.legend] == [
-        "softmax", "sparsemax", "softmax with a sink", "sigmoid",
-    ]  # fmt: skip
-    softmax = picture.traces[0].points
-    assert [point.x for point in softmax] == [0.25, 0.5, 1.0, 2.0]
-    assert isinstance(softmax[0].y, Estimate)
-    assert (softmax[0].y.low, softmax[0].y.high) == pytest.approx((4.299, 4.301))
-    # Of the one seed that ended.
-    sparse = picture.traces[1].points
-    assert [(point.x, point.value) for point in sparse] == [(0.25, 4.0), (1.0, 4.0)]
-
-
-def test_the_page_has_losses_gradients_and_sensitivity() -> None:
-    page = fullrank.report.render(record(known()), provenance(seed=None, device="cpu"))
-    for words in ("Loss over temperatures", "Gradients over training", "Sensitivity over training", "T 0.25"):
-        assert words in page
-    other = dataclasses.replace(record(known()), name="width")
-    assert "Loss over temperatures" not in fullrank.report.render(other, provenance(seed=None, device="cpu"))
-
-
-def test_odd_records_have_a_page_too() -> None:
-    assert sections(record([])) == ()
-    strange = made_by_hand("x", math.nan, normaliser="new", temperature="cold")
-    assert sections(record([strange])) == ()
-    bare = dataclasses.replace(made_by_hand("x", 4.0, normaliser="new", temperature="0.5"), curve=())
-    assert [section.title for section in sections(record([bare]))] == ["Loss over temperatures"]
 
 
 @pytest.mark.parametrize(

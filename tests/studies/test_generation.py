@@ -18,6 +18,7 @@ from fullrank.studies import generation, generation_tasks
 from fullrank.studies.generation import ABLATIONS, METHODS, Config, Study
 from tests.studies.test_data_to_text import write
 
+SLOW = pytest.mark.slow(reason="trains seven output layers at two rates, ten seconds of processor time")
 SMALL = Config(
     methods=(*METHODS, *ABLATIONS), seeds=(0,), judged_tokens=256, window=32,
     rates=(1e-4, 3e-4), layers=1, steps=2, batch=2, development=2, prompts=2, new_tokens=6,
@@ -45,6 +46,7 @@ def record(loaded: loading.Loaded, task: generation_tasks.Task, kept: Path) -> G
     return generation.run(loaded, task, SMALL, directory=kept, data="e2e")
 
 
+@SLOW
 def test_the_record_is_whole(record: Generation, tmp_path: Path) -> None:
     assert [one.method for one in record.methods] == [*METHODS, *ABLATIONS]
     for one in record.methods:
@@ -69,11 +71,10 @@ def test_the_record_is_whole(record: Generation, tmp_path: Path) -> None:
     made = results.provenance(seed=None, device="cpu")
     results.save(record, tmp_path / "results.json", made)
     assert results.load(tmp_path / "results.json")[0] == record
-    page = report.render(record, made)
-    for word in ("TRIME", "HistAlign", "trunk mixture with memory", "slots made up", "name: Strada"):
-        assert word in page
+    assert "name: Strada" in report.render(record, made)
 
 
+@SLOW
 def test_what_is_done_is_not_done_again(
     loaded: loading.Loaded,
     task: generation_tasks.Task,
@@ -95,6 +96,7 @@ def test_what_is_done_is_not_done_again(
         generation.run(loaded, task, dataclasses.replace(SMALL, steps=3), directory=kept, data="e2e")
 
 
+@SLOW
 def test_the_model_is_left_as_it_was(loaded: loading.Loaded, record: Generation, word_model: Path) -> None:
     fresh = loading.load(word_model).model.state_dict()
     for name, value in loaded.model.state_dict().items():
@@ -120,6 +122,7 @@ def test_texts_count_behind_their_prompt(
     assert study.loss(head, examples) == pytest.approx(float(expected), rel=1e-4)
 
 
+@SLOW
 def test_articles(loaded: loading.Loaded, tmp_path: Path) -> None:
     words = "The ship Mikasa sailed to Japan and came back to the Port again . " * 14
     for name in ("train.txt", "test.txt"):
@@ -137,23 +140,6 @@ def test_articles(loaded: loading.Loaded, tmp_path: Path) -> None:
         ("It met ", "plain"), ("Mikasa", "copied"), (" and ", "plain"), ("Yamato", "invented"),
         (", a ship.", "plain"),
     ]  # fmt: skip
-
-
-def test_marks_are_escaped(record: Generation) -> None:
-    nasty = "<script>alert(1)</script>"
-    method = record.methods[0]
-    pieces = (results.generation.Piece(text=nasty, kind="invented"),)
-    text = results.generation.GeneratedText(prompt=f"{nasty}\u202e", pieces=pieces)
-    changed = dataclasses.replace(
-        record, methods=(dataclasses.replace(method, texts=(text,)),), data=nasty, judge=nasty
-    )
-    page = report.render(changed, results.provenance(seed=None, device="cpu"))
-    assert "<script" not in page
-    assert '<mark class="invented">&lt;script&gt;' in page
-    assert "\u202e" not in page
-    odd = dataclasses.replace(text, pieces=(results.generation.Piece(text="x", kind='"><b>'),))
-    changed = dataclasses.replace(record, methods=(dataclasses.replace(method, texts=(odd,)),))
-    assert "<b>" not in report.render(changed, results.provenance(seed=None, device="cpu"))
 
 
 def test_bad_settings(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy
 import pytest
 from scipy import stats
 
-import fullrank.report
 from fullrank.errors import FullrankError
 from fullrank.results import Grid, load, provenance, save
 from fullrank.results.grid import GridAnswer, GridRun, Statement
@@ -24,7 +23,7 @@ from fullrank.studies.grid_plan import Done, Extent, Spec, compared, tuned
 from fullrank.studies.grid_workers import Place
 from fullrank.train.config import override
 from fullrank.train.recipes import recipe
-from tests.studies.made_runs import decisions, made_by_hand
+from tests.studies.made_runs import decisions, followed, made_by_hand, plain_end
 
 STATEMENT = Statement(
     question="Does it train?", hypothesis="It does.", comparison="One seed against another.", smallest=0.1,
@@ -96,10 +95,6 @@ def test_a_study_runs_once_goes_on_and_is_drawn(place: Place, monkeypatch: pytes
     save(record, place.out / "results.json", provenance(seed=None, device="cpu"))
     monkeypatch.setattr(grid, "train", lambda *given: pytest.fail("was trained again"))
     assert grid.run(STUDY, place, Extent(seeds=2)).runs == record.runs
-    # A page, whatever is in it.
-    page = fullrank.report.render(record, provenance(seed=None, device="cpu"))
-    assert "Stated before it was run" in page
-    assert "It does." in page
     with pytest.raises(FullrankError, match="not of this study"):
         grid.run(dataclasses.replace(STUDY, name="another"), place, Extent(seeds=2))
 
@@ -188,12 +183,6 @@ def test_a_run_whose_first_steps_are_no_numbers_is_a_failure_and_ends_no_study(p
     assert runs["seed0"].valid is not None
 
 
-def test_two_runs_of_one_name_are_refused(place: Place) -> None:
-    twice = dataclasses.replace(STUDY, plan=lambda done, extent: [*plan(done, extent)] * 2)
-    with pytest.raises(FullrankError, match="twice"):
-        grid.run(twice, place, Extent(seeds=1))
-
-
 @pytest.mark.slow(reason="two more processes that import torch; one process is in the default tier")
 def test_processes_beside_train_the_same(place: Place) -> None:
     record = grid.run(STUDY, dataclasses.replace(place, processes=2), Extent(seeds=2))
@@ -260,24 +249,23 @@ def test_a_grid_of_rates_grows_until_its_best_is_inside() -> None:
 
 
 def test_a_head_is_held_against_a_softmax_of_as_many_parameters() -> None:
-    from fullrank.train.config import override
     from fullrank.train.model import build
-    from fullrank.train.recipes import recipe
 
     def size(spec: Spec) -> int:
         config = override(recipe(spec.recipe, spec.head), spec.settings)
         return sum(parameter.numel() for parameter in build(config, 100).parameters())
 
-    extent, done = Extent(small=True, seeds=1), {}
-    for _ in range(12):
-        specs = head_grid.HEAD.plan(done, extent)
-        for spec in specs:
-            loss = 4.0 if spec.head == "mos" else 4.3 if "_as_" in spec.name else 4.5
-            run = made_by_hand(spec.name, loss, **spec.factors)
-            sized = dataclasses.replace(
-                run, recipe=spec.recipe, settings=spec.settings, parameters=size(spec)
-            )
-            done[spec.name] = sized
+    done: dict[str, GridRun] = {}
+
+    def end(spec: Spec) -> GridRun:
+        loss = 4.0 if spec.head == "mos" else 4.3 if "_as_" in spec.name else 4.5
+        run = made_by_hand(spec.name, loss, **spec.factors)
+        # Rates are tried on shorter runs of the same model.
+        parameters = 1 if "trial" in spec.factors else size(spec)
+        run = dataclasses.replace(run, recipe=spec.recipe, settings=spec.settings, parameters=parameters)
+        return done.setdefault(spec.name, run)
+
+    followed(head_grid.HEAD, Extent(small=True, seeds=1), end)
     larger, head, plain = (
         done[f"width16-{name}-seed0"]
         for name in ("softmax_as_mos2-parameters", "mos2-tokens", "softmax-tokens")
@@ -315,39 +303,35 @@ def test_a_swap_goes_on_for_half_a_run() -> None:
         assert steps_of(tuple(reversed(spec.settings))) == at + 750
 
 
-def test_heads_that_do_not_exist_or_lack_softmax_are_refused() -> None:
-    for given in (["mos4"], ["softmax", "mos5"]):
-        with pytest.raises(
-            FullrankError, match=rf"--heads {' '.join(given)}: expected softmax and any of.*plif"
-        ):
-            head_grid.study(heads=given)
-    with pytest.raises(FullrankError, match=r"--widths 64 0: expected widths of 1 or more"):
-        head_grid.study(widths=[64, 0])
+REFUSALS: dict[str, tuple[Callable[[Place], object], str]] = {
+    "no softmax": (lambda place: head_grid.study(heads=["mos4"]), "--heads mos4: expected softmax and any"),
+    "no such head": (lambda place: head_grid.study(heads=["softmax", "mos5"]), "mos5: expected.*plif"),
+    "a width of 0": (lambda place: head_grid.study(widths=[64, 0]), "--widths 64 0: expected widths of 1"),
+    "a name twice": (
+        lambda place: grid.run(
+            dataclasses.replace(STUDY, plan=lambda done, extent: plan(done, extent) * 2), place,
+            Extent(seeds=1),
+        ),
+        "twice",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(case: str, place: Place) -> None:
+    call, words = REFUSALS[case]
+    with pytest.raises(FullrankError, match=words):
+        call(place)
 
 
 @pytest.mark.parametrize("study", [width_grid.WIDTH, head_grid.HEAD, optimiser_grid.OPTIMISER])
 @pytest.mark.parametrize("small", [False, True])
 def test_plans_are_of_settings_that_exist_and_come_to_an_end(study: Study, small: bool) -> None:
-    done: dict[str, GridRun] = {}
-    extent = Extent(small=small, seeds=2)
-    for _ in range(20):
-        specs = study.plan(done, extent)
-        assert len({spec.name for spec in specs}) == len(specs)
-        new = [spec for spec in specs if spec.name not in done]
-        if not new:
-            break
-        for spec in new:
-            config = override(recipe(spec.recipe, spec.head), spec.settings)
-            assert config.body.hidden > 0
-            assert not spec.branch or spec.branch.partition("@")[0] in done
-            done[spec.name] = dataclasses.replace(
-                made_by_hand(spec.name, 4.0 + 0.01 * len(done), **spec.factors), seed=spec.seed
-            )
-    else:
-        pytest.fail("the plan grows for ever")
-    found = study.answers(tuple(done.values()))
-    assert study is width_grid.WIDTH or found
-    assert all(answer.sentence for answer in found)
+    def end(spec: Spec) -> GridRun:
+        # The study of widths tests curves of six points and more.
+        return dataclasses.replace(plain_end(spec), curve=plain_end(spec).curve * 3)
+
+    followed(study, Extent(small=small, seeds=2), end)
 
 
 def test_a_factor_is_held_against_its_own_level_over_all_others() -> None:

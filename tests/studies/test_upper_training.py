@@ -55,17 +55,19 @@ def losses_of(upper: UpperLayers, head: Head) -> Callable[..., tuple[Tensor, ...
 
 
 def learned(
-    name: str, device: str = "cpu", **options: Any
+    name: str, device: str = "cpu", steps: int = STEPS, **options: Any
 ) -> tuple[list[float], dict[str, nn.Parameter], Head]:
     upper, head = setting(name, device)
     found = []
-    with training(upper, head, losses_of(upper, head), rate=1e-3, steps=STEPS, **options) as step:
-        for number in range(STEPS):
+    with training(upper, head, losses_of(upper, head), rate=1e-3, steps=steps, **options) as step:
+        for number in range(steps):
             found.append(float(step(*texts(upper, (10, 12)[number % 2], number))[0]))
     return found, upper.parameters() | added(head), head
 
 
-@pytest.mark.parametrize("name", ["softmax", "trunk_cache"])
+@pytest.mark.parametrize(
+    "name", ["trunk_cache", pytest.param("softmax", marks=pytest.mark.slow(reason="a part of the other"))]
+)
 def test_it_is_adamw_with_a_rate_that_rises_and_falls(name: str) -> None:
     found, parameters, _ = learned(name)
     upper, head = setting(name)
@@ -94,7 +96,7 @@ def test_it_is_adamw_with_a_rate_that_rises_and_falls(name: str) -> None:
 
 def test_w_stays_and_the_memorys_weight_may() -> None:
     for weighs in (False, True):
-        _, parameters, head = learned("cache", weighs=weighs)
+        _, parameters, head = learned("cache", steps=4, weighs=weighs)
         assert (float(parameters["memory_weight"]) != -4.0) is weighs
         torch.testing.assert_close(head.decoder.weight, setting("cache")[1].decoder.weight)
         assert all(value.grad is None and not value.requires_grad for value in parameters.values())
