@@ -22,6 +22,9 @@ from fullrank.ops.products import scale_all
 
 Optional = Tensor | None
 
+# As a decorator `torch.compiler.disable` imports torch._dynamo, 1.6 s; this one imports it at the first call.
+outside_graphs = torch._disable_dynamo
+
 LOSS_TENSORS = 7  # How many of a loss's first arguments are tensors; the plain options follow.
 
 

@@ -28,7 +28,13 @@ from torch import Tensor
 
 from fullrank.errors import FullrankError
 from fullrank.ops import arguments
-from fullrank.ops.autograd import refuse_second_derivative, refuse_transforms, scaled_to, without_autocast
+from fullrank.ops.autograd import (
+    outside_graphs,
+    refuse_second_derivative,
+    refuse_transforms,
+    scaled_to,
+    without_autocast,
+)
 from fullrank.ops.distil import reference
 from fullrank.ops.distil.chunked import Pass
 from fullrank.ops.distil.teacher import Mixture, Teacher, check_teacher
@@ -37,7 +43,7 @@ from fullrank.ops.products import Needs, needs_of
 from fullrank.ops.reduce import count_targets, inverse_mass, reduce_losses
 
 
-@torch.compiler.disable
+@outside_graphs
 def token_logprobs(
     rows: Tensor, log_prior: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None,
     pointwise: Pointwise = IDENTITY, temperature: float = 1.0, ignore_index: int = -100,
@@ -61,7 +67,7 @@ def token_logprobs(
     return torch.where(ids != ignore_index, found[:, :-1], 0.0)
 
 
-@torch.compiler.disable
+@outside_graphs
 def entropy(
     rows: Tensor, log_prior: Tensor, weight: Tensor, *, bias: Tensor | None = None,
     pointwise: Pointwise = IDENTITY, temperature: float = 1.0, reduction: str = "mean",
@@ -77,7 +83,7 @@ def entropy(
     return _reduced(student, settings, "entropy", token_weight, reduction)
 
 
-@torch.compiler.disable
+@outside_graphs
 def divergence(
     rows: Tensor, log_prior: Tensor, weight: Tensor, teacher: Teacher, *, kind: str = "forward",
     bias: Tensor | None = None, pointwise: Pointwise = IDENTITY, temperature: float = 1.0,
