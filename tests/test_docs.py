@@ -87,4 +87,8 @@ def test_the_python_of_a_first_page_runs(page: str) -> None:
     torch.manual_seed(0)
     text = (ROOT / "docs" / "start" / f"{page}.md").read_text(encoding="utf8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    if page == "theory":
+        # A smaller table: the search for the best narrow softmax takes two seconds for the page's own.
+        assert "randn(60, 8" in code
+        code = code.replace("randn(60, 8", "randn(12, 8").replace("randn(8, 40", "randn(8, 14")
     exec(code, {})

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "new" / "folder" / "results.json"
 
 
-def edit(path: Path, change: Any) -> None:
-    document = json.loads(path.read_text(encoding="utf8"))
-    change(document)
-    path.write_text(json.dumps(document), encoding="utf8")
-
-
 def test_user_errors_are_value_errors() -> None:
     assert issubclass(FullrankError, ValueError)
 
@@ -92,8 +87,8 @@ def test_numpy_numbers_are_numbers(path: Path) -> None:
 
 
 def test_whole_numbers_are_read_as_floats_where_floats_belong(path: Path) -> None:
-    save(ladder(), path, MADE)
-    edit(path, lambda document: document.update(entropy=1))
+    path.parent.mkdir(parents=True)
+    changed(lambda it: it.update(entropy=1))(path)
     found, _ = load(path)
     assert found.entropy == 1.0
     assert type(found.entropy) is float
@@ -108,72 +103,68 @@ def test_provenance_describes_this_process() -> None:
     assert not made.command.startswith("/")
 
 
-def test_missing_file_names_the_remedy(path: Path) -> None:
-    with pytest.raises(FullrankError, match=r"no results at .*results\.json: run the command"):
-        load(path)
+def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Writes a record's file and edits its document."""
+
+    def write(path: Path) -> None:
+        save(ladder(), path, MADE)
+        document = json.loads(path.read_text(encoding="utf8"))
+        change(document)
+        path.write_text(json.dumps(document), encoding="utf8")
+
+    return write
 
 
-def test_a_folder_is_not_a_result(tmp_path: Path) -> None:
-    with pytest.raises(FullrankError, match="cannot be read"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"not json", b"\xff\xfe\x00"], ids=["empty", "cut", "text", "bytes"]
+NO_JSON, NO_RESULT, NO_FIELDS = (
+    "is not JSON",
+    "is not a fullrank result",
+    "does not hold the fields of a 'ladder'",
 )
-def test_what_is_not_json_is_named(tmp_path: Path, content: bytes) -> None:
+REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: None, r"no results at .*results\.json: run the command"),
+    "folder": (Path.mkdir, "cannot be read"),
+    "empty": (lambda path: path.write_bytes(b""), NO_JSON),
+    "cut": (lambda path: path.write_bytes(b"{"), NO_JSON),
+    "no text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), NO_JSON),
+    "list": (lambda path: path.write_text("[]"), NO_RESULT),
+    "no kind": (lambda path: path.write_text("{}"), NO_RESULT),
+    "kind alone": (lambda path: path.write_text('{"kind": "ladder"}'), NO_RESULT),
+    "unknown kind": (changed(lambda it: it.update(kind="stairs")), "this version reads .*ladder"),
+    "kind that is a list": (changed(lambda it: it.update(kind=["ladder"])), "this version reads .*ladder"),
+    **{
+        f"version {version}": (
+            changed(lambda it, version=version: it.update(version=version)),
+            rf"version {version} .*reads version {Ladder.version}.*again",
+        )
+        for version in (0, 99, "1", None)
+    },
+    **{
+        name: (changed(change), rf"{NO_FIELDS}.*again")
+        for name, change in {
+            "missing field": lambda it: it.pop("entropy"),
+            "missing field of a rung": lambda it: it["rungs"][0].pop("kl"),
+            "missing provenance": lambda it: it["made"].pop("command"),
+            "unknown field": lambda it: it.update(colour="red"),
+            "text for a number": lambda it: it.update(entropy="high"),
+            "float for a whole number": lambda it: it.update(steps=1.5),
+            "truth value for a whole number": lambda it: it.update(steps=True),
+            "nothing for a number": lambda it: it.update(entropy=None),
+            "number for text": lambda it: it["rungs"][0].update(head=3),
+            "no list": lambda it: it.update(rungs=3),
+            "data is a list": lambda it: it.update(data=[]),
+            "data is nothing": lambda it: it.update(data=None),
+            "made is text": lambda it: it.update(made="yesterday"),
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(case: str, tmp_path: Path) -> None:
+    write, words = REFUSALS[case]
     path = tmp_path / "results.json"
-    path.write_bytes(content)
-    with pytest.raises(FullrankError, match="is not JSON"):
-        load(path)
-
-
-@pytest.mark.parametrize("content", ["[]", "3", "null", "{}", '{"kind": "ladder"}'])
-def test_json_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "results.json"
-    path.write_text(content, encoding="utf8")
-    with pytest.raises(FullrankError, match="is not a fullrank result"):
-        load(path)
-
-
-@pytest.mark.parametrize("kind", ["stairs", 3, None, ["ladder"]])
-def test_unknown_kind_is_answered_with_the_known_ones(path: Path, kind: Any) -> None:
-    save(ladder(), path, MADE)
-    edit(path, lambda document: document.update(kind=kind))
-    with pytest.raises(FullrankError, match=r"this version reads .*ladder"):
-        load(path)
-
-
-@pytest.mark.parametrize("version", [0, 99, "1", None])
-def test_other_version_is_refused(path: Path, version: Any) -> None:
-    save(ladder(), path, MADE)
-    edit(path, lambda document: document.update(version=version))
-    with pytest.raises(FullrankError, match=rf"version {version} .*reads version {Ladder.version}.*again"):
-        load(path)
-
-
-CHANGES: dict[str, Any] = {
-    "missing field": lambda document: document.pop("entropy"),
-    "missing field of a rung": lambda document: document["rungs"][0].pop("kl"),
-    "missing provenance": lambda document: document["made"].pop("command"),
-    "unknown field": lambda document: document.update(colour="red"),
-    "text for a number": lambda document: document.update(entropy="high"),
-    "float for a whole number": lambda document: document.update(steps=1.5),
-    "truth value for a whole number": lambda document: document.update(steps=True),
-    "nothing for a number": lambda document: document.update(entropy=None),
-    "number for text": lambda document: document["rungs"][0].update(head=3),
-    "no list": lambda document: document.update(rungs=3),
-    "data is a list": lambda document: document.update(data=[]),
-    "data is nothing": lambda document: document.update(data=None),
-    "made is text": lambda document: document.update(made="yesterday"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_wrong_fields_are_refused(path: Path, change: Any) -> None:
-    save(ladder(), path, MADE)
-    edit(path, change)
-    with pytest.raises(FullrankError, match=r"does not hold the fields of a 'ladder'.*again"):
+    write(path)
+    with pytest.raises(FullrankError, match=words):
         load(path)
 
 

@@ -439,7 +439,7 @@ def corpus_curve(construction: str, **changes: Any) -> CorpusCurve:
         singular_value_error=1e-6, method="lanczos", bound="Within 1e-06 of true ones.",
         dimensions=DIMENSIONS,
         dimension_limits={name: (value - 3, value + 4) for name, value in DIMENSIONS.items()},
-        dimension_intervals={name: near(value, 222) for name, value in DIMENSIONS.items()},
+        dimension_intervals={name: near(float(value), 222.0) for name, value in DIMENSIONS.items()},
         beyond_first={"50": 7950, "90": 30_789, "99": 33_159},
         beyond_first_limits={"50": (7928, 7968), "90": (30_789, 30_789), "99": (33_156, 33_162)},
         grid=(1, 10, 100, 1000, 10_000, 30_000), relative_error=ERRORS,
@@ -448,7 +448,7 @@ def corpus_curve(construction: str, **changes: Any) -> CorpusCurve:
         ),
         relative_error_interval=(
             (*(0.9 * error for error in ERRORS[:-1]), 0.0),
-            tuple(min(1.1 * error, 1) for error in ERRORS),
+            tuple(min(1.1 * error, 1.0) for error in ERRORS),
         ),
         blocks=20, seconds=40.0,
         null=CorpusNull(
