@@ -25,10 +25,11 @@ from fullrank.diagnose.answers import Answers
 from fullrank.diagnose.settings import QUICK, THOROUGH
 from fullrank.errors import FullrankError
 from fullrank.fit import collect
-from fullrank.models.loading import quiet
 from fullrank.results import Diagnosis
 from fullrank.results.diagnosis import QUESTIONS
 
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 SMALL = ["--tokens", "512", "--window", "64"]
 FAST = ["--only", "loss", "spectrum"]
@@ -42,38 +43,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of width 16 with random weights and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    with quiet():
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=256,
-            max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
-        LlamaForCausalLM(config).save_pretrained(directory)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
-    return directory
-
-
 Run = Callable[..., int]
 
 
 @pytest.fixture
-def diagnose(model: Path, text: Path, tmp_path: Path) -> Run:
+def diagnose(byte_llama: Path, text: Path, tmp_path: Path) -> Run:
     """diagnose(*flags): the exit code of a small diagnosis into tmp_path / out."""
 
-    def run(*flags: str, model: Path | str = model, text: Path | str = text, which: list[str] = FAST) -> int:
+    def run(
+        *flags: str, model: Path | str = byte_llama, text: Path | str = text, which: list[str] = FAST
+    ) -> int:
         arguments = [str(model), "--text", str(text), "--out", str(tmp_path / "out")]
         return main.run(["diagnose", *arguments, *SMALL, *which, *flags])
 
@@ -84,7 +63,17 @@ def written(out: Path) -> list[str]:
     return sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, question: str, error: BaseException) -> None:
+def contents(out: Path) -> dict[str, bytes]:
+    return {name: (out / name).read_bytes() for name in written(out)}
+
+
+def record_in(out: Path) -> Diagnosis:
+    record, _ = results.load(out / "results.json")
+    assert isinstance(record, Diagnosis)
+    return record
+
+
+def interrupt(monkeypatch: Patch, question: str, error: BaseException) -> None:
     def stop(self: object, progress: object) -> object:
         raise error
 
@@ -95,10 +84,12 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, question: str, error: BaseExcepti
 
 
 @pytest.mark.usefixtures("pictures")
-def test_results_page_and_table(diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_page_and_table(diagnose: Run, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out"
     assert diagnose(which=["--skip", "better_head", "unreachable", "rank_needed"]) == 0
     printed = capsys.readouterr()
+    # Not a terminal.
+    assert all(code not in printed.out for code in ("\x1b", "\r", "0:00"))
     record, made = results.load(out / "results.json")
     assert isinstance(record, Diagnosis)
     assert made.seed == 0
@@ -128,22 +119,13 @@ def test_results_page_and_table(diagnose: Run, tmp_path: Path, capsys: pytest.Ca
     ]  # fmt: skip
 
 
-def test_what_is_not_a_terminal_gets_plain_text(diagnose: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert diagnose() == 0
-    printed = capsys.readouterr().out
-    assert "\x1b" not in printed
-    assert "\r" not in printed
-    assert not printed.startswith("\n")
-    assert "0:00" not in printed
-
-
 @pytest.mark.slow(
     reason="a whole diagnosis in a process of its own, ten seconds; the command itself runs in this one"
 )
-def test_as_a_process_with_a_pipe(model: Path, text: Path, tmp_path: Path) -> None:
+def test_as_a_process_with_a_pipe(byte_llama: Path, text: Path, tmp_path: Path) -> None:
     """Nothing of transformers' or torch's own chatter comes through either."""
     out = tmp_path / "out"
-    arguments = [str(model), "--text", str(text), "--out", str(out), *SMALL, *FAST]
+    arguments = [str(byte_llama), "--text", str(text), "--out", str(out), *SMALL, *FAST]
     done = subprocess.run(
         [sys.executable, "-m", "fullrank.cli.main", "diagnose", *arguments],
         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -156,34 +138,22 @@ def test_as_a_process_with_a_pipe(model: Path, text: Path, tmp_path: Path) -> No
     assert done.stdout.splitlines()[-1] == f"page    {out / 'report.html'}"
 
 
-def test_a_second_run_reuses_states_and_keeps_answers(
-    diagnose: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert diagnose() == 0
-    first, _ = results.load(tmp_path / "out" / "results.json")
-    monkeypatch.setattr(collect, "states", None)
-    assert diagnose(which=["--only", "gradient"]) == 0
-    second, _ = results.load(tmp_path / "out" / "results.json")
-    assert (second.loss, second.spectrum) == (first.loss, first.spectrum)
-    assert first.gradient is None
-    assert second.gradient is not None
-
-
-def test_a_name_that_reads_like_markup(
-    diagnose: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_name_that_reads_like_markup_and_half_precision(
+    diagnose: Run, byte_llama: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     odd = tmp_path / "[red]a[bold]<script>"
-    shutil.copytree(model, odd)
-    assert diagnose(model=odd) == 0
+    shutil.copytree(byte_llama, odd)
+    assert diagnose("--dtype", "bfloat16", model=odd) == 0
     assert "[red]a[bold]<script>: width 16" in capsys.readouterr().out
     assert "<script>" not in (tmp_path / "out" / "report.html").read_text(encoding="utf8")
+    facts = record_in(tmp_path / "out").model
+    assert (facts.dtype, facts.storage) == ("bfloat16", "float32")
 
 
-@pytest.mark.usefixtures("pictures")
 def test_quick(diagnose: Run, tmp_path: Path) -> None:
     """All questions, of which every one is answered."""
     assert diagnose("--quick", "--search-seconds", "60", which=[]) == 0
-    record, _ = results.load(tmp_path / "out" / "results.json")
+    record = record_in(tmp_path / "out")
     assert record.missing == ()
     assert [fit.head for fit in record.better_head.fits] == ["softmax", "softmax_equal", *QUICK.heads]
     assert record.better_head.seeds == 1
@@ -204,7 +174,7 @@ def test_flags_reach_the_settings() -> None:
         _settings(Diagnose(quick=True, thorough=True))
 
 
-def test_the_dtype_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dtype_goes_by_the_device(monkeypatch: Patch) -> None:
     assert _dtype("auto", "cpu") == _dtype("auto", "mps") == torch.float32
     assert _dtype("float16", "cpu") == torch.float16
     for has_it, expected in ((True, torch.bfloat16), (False, torch.float32)):
@@ -213,16 +183,10 @@ def test_the_dtype_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _dtype("float32", "cuda:1") == torch.float32
 
 
-def test_half_precision_is_said(diagnose: Run, tmp_path: Path) -> None:
-    assert diagnose("--dtype", "bfloat16") == 0
-    record, _ = results.load(tmp_path / "out" / "results.json")
-    assert (record.model.dtype, record.model.storage) == ("bfloat16", "float32")
-
-
 # The user's mistakes
 
 
-def refused(code: int, capsys: pytest.CaptureFixture[str], out: Path, *words: str) -> None:
+def refused(code: int, capsys: Capture, out: Path, *words: str) -> None:
     assert code == 2
     printed = capsys.readouterr()
     *before, sentence = printed.err.splitlines()
@@ -253,75 +217,57 @@ def refused(code: int, capsys: pytest.CaptureFixture[str], out: Path, *words: st
         (["--device", "cuda:7"], ["'cuda:7'", "torch sees none"]),
         (["--revision", "main"], ["revision 'main'", "hub"]),
         (["--skip", "loss", "spectrum"], ["leave no question"]),
+        (["--text", "{none}"], ["no such text", "{none}"]),
     ],
     ids=lambda value: "-".join(value),
 )
-def test_impossible_settings(
-    flags: list[str], words: list[str], diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(diagnose(*flags), capsys, tmp_path / "out", *words)
+def test_refusals(flags: list[str], words: list[str], diagnose: Run, tmp_path: Path, capsys: Capture) -> None:
+    none = str(tmp_path / "none.txt")
+    code = diagnose(*[flag.format(none=none) for flag in flags])
+    refused(code, capsys, tmp_path / "out", *[word.format(none=none) for word in words])
 
 
-def test_a_model_that_is_not_there(diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = tmp_path / "nowhere"
-    refused(diagnose(model=missing), capsys, tmp_path / "out", "no such path", str(missing))
-
-
-def test_a_text_that_is_not_there_empty_binary_or_short(
-    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    refused(diagnose(text=tmp_path / "none.txt"), capsys, out, "no such text")
-    given = tmp_path / "given.txt"
-    for content, words in (
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
         (b"", "holds no text"),
         (b" \n\t", "holds no text"),
         (bytes(range(256)) * 40, "is binary"),
         (bytes(range(1, 256)) * 40, "looks binary"),
         (b"too short", "expected 256 or more"),
-    ):
-        given.write_bytes(content)
-        refused(diagnose(text=given), capsys, out, words)
-
-
-def test_pickles_need_permission(
-    diagnose: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ],
+    ids=["empty", "blank", "binary", "looks binary", "short"],
+)
+def test_texts_that_are_refused(
+    content: bytes, words: str, diagnose: Run, tmp_path: Path, capsys: Capture
 ) -> None:
+    (tmp_path / "given.txt").write_bytes(content)
+    refused(diagnose(text=tmp_path / "given.txt"), capsys, tmp_path / "out", words)
+
+
+def test_models_that_are_refused(diagnose: Run, byte_llama: Path, tmp_path: Path, capsys: Capture) -> None:
     from safetensors.torch import load_file
 
-    pickled = tmp_path / "pickled"
-    shutil.copytree(model, pickled)
+    out, missing, pickled, broken = (tmp_path / name for name in ("out", "nowhere", "pickled", "broken"))
+    refused(diagnose(model=missing), capsys, out, "no such path", str(missing))
+    shutil.copytree(byte_llama, broken)
+    (broken / "tokenizer.json").unlink()
+    refused(diagnose(model=broken), capsys, out, "tokenizer")
+    shutil.copytree(byte_llama, pickled)
     torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
-    refused(diagnose(model=pickled), capsys, tmp_path / "out", "pickle")
+    refused(diagnose(model=pickled), capsys, out, "pickle")
     assert diagnose("--allow-pickle", model=pickled) == 0
 
 
-def test_a_model_that_does_not_fit_its_tokenizer(
-    diagnose: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(model, broken)
-    (broken / "tokenizer.json").unlink()
-    refused(diagnose(model=broken), capsys, tmp_path / "out", "tokenizer")
-
-
-def test_too_little_memory(
-    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The least that may be asked for is more than a tiny model can use: pretend that it is large."""
+def test_too_little_memory(diagnose: Run, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    """The lower limit of --memory is more than a tiny model can use: pretend that it is large."""
     monkeypatch.setattr(collect, "_body_width", lambda model, width: 1 << 28)
-    out = tmp_path / "out"
-    code = main.run(
-        ["diagnose", str(model), "--text", str(text), "--out", str(out), *SMALL, "--memory", "0.1"]
-    )
-    refused(code, capsys, out, "--memory 0.1 GiB", "fewer --tokens")
+    code = diagnose("--memory", "0.1", which=[])
+    refused(code, capsys, tmp_path / "out", "--memory 0.1 GiB", "fewer --tokens")
 
 
-@pytest.mark.parametrize(
-    "flags", [["--only", "speed"], ["--dtype", "int8"], ["--tokens", "many"], ["--fast"]]
-)
+@pytest.mark.parametrize("flags", [["--only", "speed"], ["--tokens", "many"]])
 def test_flags_that_do_not_exist(flags: list[str], diagnose: Run, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as stop:
         diagnose(*flags, which=[])
@@ -329,9 +275,7 @@ def test_flags_that_do_not_exist(flags: list[str], diagnose: Run, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_where_the_results_should_go(
-    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_where_the_results_should_go(diagnose: Run, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "out").write_text("in the way")
     assert diagnose() == 2
     assert "no writable directory" in capsys.readouterr().err
@@ -342,7 +286,7 @@ def test_a_file_where_the_results_should_go(
 
 
 def test_an_interruption_writes_what_is_finished(
-    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    diagnose: Run, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     interrupt(monkeypatch, "logprob_rank", KeyboardInterrupt())
     assert diagnose(which=["--skip", "better_head"]) == 130
@@ -352,7 +296,7 @@ def test_an_interruption_writes_what_is_finished(
     assert "\x1b" not in printed.out
     assert printed.err.splitlines()[-1].startswith("fullrank: interrupted")
     out = tmp_path / "out"
-    record, _ = results.load(out / "results.json")
+    record = record_in(out)
     assert record.loss is not None
     assert record.anisotropy is not None
     assert {one.question for one in record.missing if one.reason == "interrupted"} == {
@@ -363,7 +307,7 @@ def test_an_interruption_writes_what_is_finished(
     monkeypatch.undo()
     monkeypatch.setattr(collect, "states", None)
     assert diagnose(which=["--only", "logprob_rank", "gradient"]) == 0
-    later, _ = results.load(out / "results.json")
+    later = record_in(out)
     assert later.loss == record.loss
     assert later.logprob_rank is not None
 
@@ -388,11 +332,11 @@ sys.exit(main.run(sys.argv[1:-1]))
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_costs_only_the_question_in_hand(
-    number: signal.Signals, diagnose: Run, model: Path, text: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals, diagnose: Run, byte_llama: Path, text: Path, tmp_path: Path,
+    capsys: Capture,
 ) -> None:  # fmt: skip
     out, there = tmp_path / "out", tmp_path / "there"
-    arguments = [str(model), "--text", str(text), "--out", str(out), *SMALL, *FAST]
+    arguments = [str(byte_llama), "--text", str(text), "--out", str(out), *SMALL, *FAST]
     process = subprocess.Popen(
         [sys.executable, "-c", WAITS, "diagnose", *arguments, str(there)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -401,7 +345,7 @@ def test_a_signal_costs_only_the_question_in_hand(
         time.sleep(0.05)
     process.send_signal(number)
     printed, complained = process.communicate(timeout=60)
-    killed, _ = results.load(out / "results.json")
+    killed = record_in(out)
     assert killed.loss is not None
     assert {one.question: one.reason for one in killed.missing}["spectrum"] == "interrupted"
     if number == signal.SIGTERM:
@@ -422,34 +366,12 @@ def test_a_signal_costs_only_the_question_in_hand(
     assert record.answered["spectrum"].made.command == made.command
 
 
-def test_results_of_another_model_are_not_replaced(
-    diagnose: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, other = tmp_path / "out", tmp_path / "other"
-    assert diagnose() == 0
-    before = {name: (out / name).read_bytes() for name in written(out)}
-    shutil.copytree(model, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
-    capsys.readouterr()
-    assert diagnose(model=other) == 2
-    assert (
-        "results.json is of another model, tiny: choose another --out, or --replace"
-        in capsys.readouterr().err
-    )
-    assert {name: (out / name).read_bytes() for name in written(out)} == before
-    assert diagnose("--replace", model=other) == 0
-    assert results.load(out / "results.json")[0].model.name == "other"
-
-
-def test_a_begin_token(
-    diagnose: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_begin_token(diagnose: Run, byte_llama: Path, tmp_path: Path, capsys: Capture) -> None:
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
     begun = tmp_path / "begun"
-    shutil.copytree(model, begun)
+    shutil.copytree(byte_llama, begun)
     settings = json.loads((begun / "tokenizer_config.json").read_text())
     (begun / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "b"}))
     made = Tokenizer.from_file(str(begun / "tokenizer.json"))
@@ -458,16 +380,16 @@ def test_a_begin_token(
     for flags, said in (([], ", as the tokenizer has it (--bos no"), (["--bos", "yes"], "")):
         assert diagnose(*flags, "--fresh", "--replace", model=begun) == 0
         assert f"every window begins with b{said}" in capsys.readouterr().err
-        assert results.load(tmp_path / "out" / "results.json")[0].text.starts_with_bos
+        assert record_in(tmp_path / "out").text.starts_with_bos
     assert diagnose("--bos", "no", "--replace", model=begun) == 0
     assert "begins with" not in capsys.readouterr().err
-    assert not results.load(tmp_path / "out" / "results.json")[0].text.starts_with_bos
+    assert not record_in(tmp_path / "out").text.starts_with_bos
 
 
 @pytest.mark.parametrize("package", ["altair", "vl_convert", "jinja2"])
 def test_without_the_packages_of_the_page(
-    package: str, diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    package: str, diagnose: Run, tmp_path: Path, capsys: Capture,
+    monkeypatch: Patch,
 ) -> None:  # fmt: skip
     assert diagnose("--only", "loss", which=[]) == 0
     monkeypatch.setitem(sys.modules, package, None)
@@ -477,14 +399,12 @@ def test_without_the_packages_of_the_page(
     assert last.startswith(f"page    none: a report needs the package '{package}'")
     assert "pip install altair vl-convert-python jinja2" in last
     assert "spectrum" in printed
-    assert results.load(tmp_path / "out" / "results.json")[0].spectrum is not None
+    assert record_in(tmp_path / "out").spectrum is not None
     # The page of other answers would contradict the results.
     assert not (tmp_path / "out" / "report.html").exists()
 
 
-def test_progress_without_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_without_a_terminal(capsys: Capture, monkeypatch: Patch) -> None:
     from rich.console import Console
 
     from fullrank.cli import progress
@@ -505,21 +425,8 @@ def test_progress_without_a_terminal(
     ]  # fmt: skip
 
 
-def test_an_interruption_does_not_lose_earlier_answers(
-    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert diagnose() == 0
-    first, _ = results.load(tmp_path / "out" / "results.json")
-    capsys.readouterr()
-    interrupt(monkeypatch, "loss", KeyboardInterrupt())
-    assert diagnose("--fresh") == 130
-    assert "interrupted; earlier answers were kept; the same command" in capsys.readouterr().out
-    second, _ = results.load(tmp_path / "out" / "results.json")
-    assert second == first
-
-
 def test_an_interruption_while_the_model_runs(
-    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    diagnose: Run, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     plain, ran = collect.states, []
 
@@ -541,54 +448,47 @@ def test_an_interruption_while_the_model_runs(
 
 
 def test_a_question_that_fails_is_shown_with_its_reason(
-    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    diagnose: Run, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    from fullrank.errors import FullrankError
-
     interrupt(monkeypatch, "spectrum", FullrankError("got [nothing], expected more"))
     assert diagnose() == 0
     # Brackets are rich's markup: they must come out as they are.
     assert "got [nothing], expected more" in capsys.readouterr().out
-    record, _ = results.load(tmp_path / "out" / "results.json")
+    record = record_in(tmp_path / "out")
     assert record.spectrum is None
     assert record.loss is not None
 
 
 def test_results_survive_runs_that_fail(
-    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    diagnose: Run, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    out = tmp_path / "out"
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     assert diagnose() == 0
-    before = {name: (out / name).read_bytes() for name in written(out)}
+    before = contents(tmp_path / "out")
     assert {"results.json", "report.html"} < set(before)
-
-    def unchanged() -> bool:
-        return {name: (out / name).read_bytes() for name in written(out)} == before
-
-    assert diagnose("--tokens", "10") == 2
-    assert unchanged()
-    assert diagnose(text=tmp_path / "none.txt") == 2
-    assert unchanged()
-    assert diagnose(model=tmp_path / "none") == 2
-    assert unchanged()
+    none = tmp_path / "none"
+    assert [diagnose("--tokens", "10"), diagnose(text=none), diagnose(model=none)] == [2, 2, 2]
     with monkeypatch.context() as patch:
         interrupt(patch, "loss", TypeError("ours"))
         assert diagnose("--fresh") == 1
         assert "a mistake of ours, TypeError: ours" in capsys.readouterr().err
-    assert unchanged()
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    with monkeypatch.context() as patch:
+        interrupt(patch, "loss", KeyboardInterrupt())
+        assert diagnose("--fresh") == 130
+        assert "interrupted; earlier answers were kept; the same command" in capsys.readouterr().out
+    after = contents(tmp_path / "out")
+    assert {**after, "report.html": b""} == {**before, "report.html": b""}
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         assert diagnose() == 2
         assert "No space left" in capsys.readouterr().err
-    assert unchanged()
+    assert contents(tmp_path / "out") == after
 
 
 def test_a_full_disk_while_states_are_kept(
-    diagnose: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    diagnose: Run, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -628,7 +528,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "mixed"
 
 
-def test_a_training_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_run(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     """On its test split: what applies to its head is answered, what does not is left out with the reason."""
     out = tmp_path / "out"
     assert main.run(["diagnose", str(trained), "--out", str(out), "--device", "cpu", "--quick"]) == 0
@@ -636,7 +536,7 @@ def test_a_training_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "every window begins with <eos>" in printed.err.splitlines()
     assert printed.out.startswith("Undecided: what a better head would buy was not measured.")
     assert "mixed: width 6" in printed.out
-    record, _ = results.load(out / "results.json")
+    record = record_in(out)
     assert isinstance(record, Diagnosis)
     assert (record.model.name, record.model.source) == ("mixed", "run")
     left_out = {"rank_needed", "better_head", "unreachable", "gradient"}
@@ -646,35 +546,25 @@ def test_a_training_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert written(out) == ["report.html", "results.json"]
 
 
-def test_a_training_run_has_no_revision(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = main.run(["diagnose", str(trained), "--out", str(tmp_path / "out"), "--revision", "main"])
-    refused(code, capsys, tmp_path / "out", "--revision was given", "leave it out")
-
-
-def test_a_training_run_is_not_overwritten(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.read_bytes() for path in trained.glob("*.*")}
+def test_training_runs_that_are_refused(trained: Path, tmp_path: Path, capsys: Capture) -> None:
+    out, early = tmp_path / "out", tmp_path / "early"
+    shutil.copytree(trained, early, ignore=shutil.ignore_patterns("checkpoints"))
+    code = main.run(["diagnose", str(early), "--out", str(out), "--device", "cpu"])
+    refused(code, capsys, out, "no checkpoint yet", "let it train")
+    code = main.run(["diagnose", str(trained), "--out", str(out), "--revision", "main"])
+    refused(code, capsys, out, "--revision was given", "leave it out")
+    before = contents(trained)
     assert main.run(["diagnose", str(trained), "--out", f"{trained}/../{trained.name}"]) == 2
     assert "is the run itself" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in trained.glob("*.*")} == before
-
-
-def test_a_training_run_without_a_checkpoint(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    early = tmp_path / "early"
-    shutil.copytree(trained, early, ignore=shutil.ignore_patterns("checkpoints"))
-    code = main.run(["diagnose", str(early), "--out", str(tmp_path / "out"), "--device", "cpu"])
-    refused(code, capsys, tmp_path / "out", "no checkpoint yet", "let it train")
+    assert contents(trained) == before
 
 
 def test_an_interrupted_diagnosis_of_a_run_keeps_what_it_has(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     interrupt(monkeypatch, "spectrum", KeyboardInterrupt())
     out = tmp_path / "out"
     assert main.run(["diagnose", str(trained), "--out", str(out), "--device", "cpu"]) == 130
-    record, _ = results.load(out / "results.json")
+    record = record_in(out)
     assert record.loss is not None
     assert record.spectrum is None
