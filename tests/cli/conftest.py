@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,22 @@ def pictures() -> None:
     """For a test whose page is to have its pictures: one a command, and tests/report has the rest."""
 
 
-@pytest.fixture(autouse=True)
-def _pictures_are_blank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def blank_pictures() -> Iterator[None]:
     """A picture takes a tenth of a second, and a page has up to thirty."""
-    if "pictures" not in request.fixturenames and importlib.util.find_spec("vl_convert") is not None:
-        monkeypatch.setattr("vl_convert.vegalite_to_svg", lambda *of, **options: BLANK)
+    with pytest.MonkeyPatch.context() as patched:
+        if importlib.util.find_spec("vl_convert") is not None:
+            patched.setattr("vl_convert.vegalite_to_svg", lambda *of, **options: BLANK)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _pictures_are_blank(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "pictures" in request.fixturenames:
+        yield
+        return
+    with blank_pictures():
+        yield
 
 
 SIZES: dict[str, Any] = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import random
 import shutil
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from fullrank.models.loading import load, quiet
 from fullrank.upgrade import collapse as collapse_model
 from fullrank.upgrade import run
 from fullrank.upgrade import training as fit
+from tests.cli.conftest import SIZES, blank_pictures, save_with_bytes
 
 SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 SMALL = ["--tokens", "1024", "--window", "64", "--epochs", "2", "--seeds", "2"]
@@ -38,37 +42,48 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def save(model: Any, directory: Path) -> Path:
-    """The model with a tokenizer of bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    with quiet():
-        model.save_pretrained(directory)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
-    return directory
-
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "vocab_size": 256, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": None,
-}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied llama without a name on the hub, and with a licence."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    made = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
-    return save(made, tmp_path_factory.mktemp("models") / "tiny")
+    tied = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    directory = save_with_bytes(tied, tmp_path_factory.mktemp("models") / "nameless")
+    (directory / "README.md").write_text("---\nlicense: cc-by-4.0\nbase_model: /home/x\n---\n# Mine\n")
+    return directory
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """The directory of an upgraded or collapsed model, and what the command printed."""
+
+    out: Path
+    printed: str
+
+    @property
+    def record(self) -> Any:
+        return results.load(self.out / "results.json")[0]
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """The tiny model with two components of mos, trained on the text."""
+    place, stream = tmp_path_factory.mktemp("trained"), io.StringIO()
+    arguments = [str(model), "--out", str(place / "out"), "--cache", str(place / "states")]
+    with contextlib.redirect_stdout(stream), blank_pictures():
+        upgrade(tyro.cli(Upgrade, args=[*arguments, "--components", "2", "--train", str(text), *SMALL]))
+    return Written(place / "out", stream.getvalue())
+
+
+@pytest.fixture(scope="module")
+def plain(trained: Written, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """The trained model, collapsed to one softmax."""
+    place, stream = tmp_path_factory.mktemp("plain"), io.StringIO()
+    arguments = [str(trained.out), "--text", str(text), "--out", str(place / "out"), *SMALL[:-2]]
+    with contextlib.redirect_stdout(stream), blank_pictures():
+        collapse(tyro.cli(Collapse, args=[*arguments, "--cache", str(place / "states")]))
+    return Written(place / "out", stream.getvalue())
 
 
 Run = Callable[..., Path]
@@ -86,17 +101,20 @@ def upgraded(model: Path, tmp_path: Path) -> Run:
     return do
 
 
-def logits(directory: Path, ids: torch.Tensor | None = None) -> torch.Tensor:
+def in_transformers(directory: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     import fullrank.models.causal_lm  # noqa: F401
 
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(directory).eval()
+        return AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+def logits(directory: Path, ids: torch.Tensor | None = None) -> torch.Tensor:
     if ids is None:
         ids = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        return torch.log_softmax(model(input_ids=ids).logits, dim=-1)
+        return torch.log_softmax(in_transformers(directory)(input_ids=ids).logits, dim=-1)
 
 
 def left(directory: Path) -> list[str]:
@@ -115,6 +133,8 @@ def test_without_text_only_the_head_changes(
     assert abs(record.preserved.kl.value) < 1e-6
     assert record.preserved.largest < 1e-4
     assert record.options["private"] == "5"
+    command = "`fullrank upgrade --head trunk --components 3 --set private=5`"
+    assert command in (out / "README.md").read_text(encoding="utf8")
     assert record.parameters == record.model.parameters + 3 * 16 * 5 + 3 * 5 + 3 * 16
     assert "before training: KL" in printed
     torch.testing.assert_close(logits(out), logits(model), atol=1e-4, rtol=0)
@@ -122,31 +142,23 @@ def test_without_text_only_the_head_changes(
     assert expected <= set(left(out))
 
 
-def test_training_prints_controls_and_saves_what_was_judged(
-    upgraded: Run, model: Path, text: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_training_prints_controls_and_saves_the_judged_model(
+    trained: Written, model: Path, text: Path, tmp_path: Path
 ) -> None:
-    before = logits(model)
-    out = upgraded("--components", "2", "--train", str(text), *SMALL)
-    printed = capsys.readouterr().out
-    record, made = results.load(out / "results.json")
-    found = record.training
-    assert [one.head for one in found.fits] == ["softmax", "softmax_equal", "mos"]
-    for one in found.fits:
-        assert f"{one.after.value:.4f}" in printed
-        assert one.after.value < one.before.value
-    assert record.verdict in printed.replace("\n", " ")
+    record, found = trained.record, trained.record.training
+    assert [fit.head for fit in found.fits] == ["softmax", "softmax_equal", "mos"]
+    for fitted in found.fits:
+        assert f"{fitted.after.value:.4f}" in trained.printed
+        assert fitted.after.value < fitted.before.value
+    assert record.verdict in trained.printed.replace("\n", " ")
     assert found.untied
-    assert not torch.allclose(logits(out), before, atol=1e-3)
-    # The body is as it was: only the head was trained, and the matrix left the embedding.
-    from transformers import AutoModelForCausalLM
-
-    with quiet():
-        loaded = AutoModelForCausalLM.from_pretrained(out)
-        original = AutoModelForCausalLM.from_pretrained(model)
+    assert not torch.allclose(logits(trained.out), logits(model), atol=1e-3)
+    # Only the head was trained, and its matrix is no longer the embedding.
+    loaded, original = in_transformers(trained.out), in_transformers(model)
     assert torch.equal(loaded.get_input_embeddings().weight, original.get_input_embeddings().weight)
     assert not torch.equal(loaded.get_input_embeddings().weight, loaded.lm_head.decoder.weight)
     # The saved weights are those whose loss the record gives: on the same held-out windows.
-    again = load(out)
+    again = load(trained.out)
     seen = fit.read_text(
         again.model, again.tokenizer, [text], settings=fit.Settings(tokens=1024, window=64),
         cache=tmp_path / "states", fingerprint="judged again",
@@ -155,32 +167,23 @@ def test_training_prints_controls_and_saves_what_was_judged(
     with torch.no_grad():
         loss = again.model.lm_head(list(part.states), part.targets)
     assert loss.item() == pytest.approx(found.saved_loss, abs=1e-5)
-    page = (out / "report.html").read_text(encoding="utf8")
+    page = (trained.out / "report.html").read_text(encoding="utf8")
     assert "Before and after training" in page
-    assert len(report.render(record, made)) == pytest.approx(len(page), rel=0.01)
 
 
 def test_a_tied_matrix_stays_tied_where_asked(upgraded: Run, text: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    out = upgraded("--train", str(text), "--keep-tied", *SHORT)
-    with quiet():
-        loaded = AutoModelForCausalLM.from_pretrained(out)
+    out = upgraded("--train", str(text), "--keep-tied", *SHORT, "--tokens", "512")
+    loaded = in_transformers(out)
     assert loaded.get_input_embeddings().weight is loaded.lm_head.decoder.weight
     assert not results.load(out / "results.json")[0].training.untied
 
 
 def test_the_whole_model_can_be_trained(upgraded: Run, text: Path, model: Path, tmp_path: Path) -> None:
-    flags = ["--tokens", "512", "--window", "64", "--epochs", "1", "--seeds", "1"]
-    out = upgraded("--train", str(text), "--unfreeze", *flags)
+    out = upgraded("--train", str(text), "--unfreeze", *SHORT, "--tokens", "512")
     record, _ = results.load(out / "results.json")
     assert record.training.unfrozen
     assert not record.training.untied
-    from transformers import AutoModelForCausalLM
-
-    with quiet():
-        loaded = AutoModelForCausalLM.from_pretrained(out)
-        original = AutoModelForCausalLM.from_pretrained(model)
+    loaded, original = in_transformers(out), in_transformers(model)
     assert loaded.get_input_embeddings().weight is loaded.lm_head.decoder.weight
     name = "layers.0.mlp.up_proj.weight"
     assert not torch.equal(loaded.model.get_parameter(name), original.model.get_parameter(name))
@@ -188,41 +191,35 @@ def test_the_whole_model_can_be_trained(upgraded: Run, text: Path, model: Path, 
     assert list((tmp_path / "states").iterdir()) == []
 
 
-def test_the_model_has_a_card(upgraded: Run, model: Path, text: Path, tmp_path: Path) -> None:
+def test_upgraded_and_collapsed_models_have_a_card(
+    trained: Written, plain: Written, text: Path, tmp_path: Path
+) -> None:
     from huggingface_hub import ModelCard
 
-    origin = tmp_path / "nameless"
-    shutil.copytree(model, origin)
-    (origin / "README.md").write_text("---\nlicense: cc-by-4.0\nbase_model: /home/x\n---\n# Mine\n")
-    flags = ["--head", "trunk", "--components", "2", "--set", "private=5"]
-    out = upgraded(*flags, "--train", str(text), *SHORT, model=origin)
-    record, _ = results.load(out / "results.json")
-    card = ModelCard.load(out / "README.md")
+    card, last = (ModelCard.load(written.out / "README.md") for written in (trained, plain))
     assert card.data.to_dict() == {
-        "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["fullrank", "trunk"],
+        "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["fullrank", "mos"],
         "license": "cc-by-4.0",
     }  # fmt: skip
-    assert record.verdict in card.text
-    for one in record.training.fits:
-        assert f"{one.after.value:.4f} ({one.after.low:.4f} to {one.after.high:.4f})" in card.text
+    assert trained.record.verdict in card.text
+    for fitted in trained.record.training.fits:
+        after = fitted.after
+        assert f"{after.value:.4f} ({after.low:.4f} to {after.high:.4f})" in card.text
     assert "`prose.txt`" in card.text
-    given = "--head trunk --components 2 --set private=5 --seeds 1 --tokens 1024 --window 64 --epochs 1"
-    assert f"`fullrank upgrade {given}`" in card.text
-    plain = tmp_path / "plain"
-    arguments = [str(out), "--out", str(plain), "--cache", str(tmp_path / "states"), "--text", str(text)]
-    collapse(tyro.cli(Collapse, args=[*arguments, "--tokens", "1024", "--window", "64", "--epochs", "1"]))
-    record, _ = results.load(plain / "results.json")
-    last = ModelCard.load(plain / "README.md")
+    flags = "--components 2 --seeds 2 --tokens 1024 --window 64 --epochs 2"
+    assert f"`fullrank upgrade {flags}`" in card.text
     assert last.data.to_dict()["license"] == "cc-by-4.0"
-    assert f"{record.cost.value:.4f} ({record.cost.low:.4f} to {record.cost.high:.4f})" in last.text
-    for text_of in (card.text, last.text, (out / "config.json").read_text()):
-        assert str(tmp_path) not in text_of
+    cost = plain.record.cost
+    assert f"{cost.value:.4f} ({cost.low:.4f} to {cost.high:.4f})" in last.text
+    for words in (card.text, last.text, (trained.out / "config.json").read_text()):
+        assert str(trained.out.parents[1]) not in words
     assert "nameless" not in card.text + last.text
-    # What was upgraded is known by its name, where that is one on the hub.
-    (out / "config.json").write_text(
-        (out / "config.json").read_text().replace('"source": "directory"', '"source": "hub"')
-    )
-    again = load(out)
+    # The name of the original is given where it is a name on the hub.
+    named = tmp_path / "named"
+    shutil.copytree(trained.out, named)
+    config = (named / "config.json").read_text()
+    (named / "config.json").write_text(config.replace('"source": "directory"', '"source": "hub"'))
+    again = load(named)
     _, found = collapse_model(
         again.model, again.tokenizer, [text], settings=fit.Settings(tokens=512, window=64, epochs=1),
         cache=tmp_path / "states", name="out", source="directory",
@@ -273,7 +270,7 @@ def test_auto_tries_bent_heads_over_a_soft_cap_too(text: Path, tmp_path: Path) -
     config = Gemma2Config(
         **SIZES, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0
     )
-    loaded = load(save(Gemma2ForCausalLM(config), tmp_path / "gemma"))
+    loaded = load(save_with_bytes(Gemma2ForCausalLM(config), tmp_path / "gemma"))
     settings = fit.Settings(tokens=512, window=64, epochs=1, seeds=1, rates=(0.1,))
     found = run.run(loaded, "auto", train=[text], settings=settings, cache=tmp_path / "states")
     reasons = {one.head: one.reason for one in found.record.training.candidates}
@@ -281,24 +278,18 @@ def test_auto_tries_bent_heads_over_a_soft_cap_too(text: Path, tmp_path: Path) -
     assert not any(reasons.values())
 
 
-def test_collapse_writes_a_plain_model(
-    upgraded: Run, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = upgraded("--components", "2", "--train", str(text), *SMALL[:-2], "--seeds", "1")
-    out = tmp_path / "plain"
-    flags = ["--tokens", "1024", "--window", "64", "--epochs", "2", "--cache", str(tmp_path / "states")]
-    collapse(tyro.cli(Collapse, args=[str(source), "--text", str(text), "--out", str(out), *flags]))
-    record, made = results.load(out / "results.json")
+def test_collapse_writes_a_plain_model(trained: Written, plain: Written, text: Path) -> None:
+    record, made = results.load(plain.out / "results.json")
     assert isinstance(record, results.Collapse)
     assert record.architecture == "LlamaForCausalLM"
-    assert record.model == source.name
-    assert "KL(upgraded || plain)" in capsys.readouterr().out
+    assert record.model == trained.out.name
+    assert "KL(upgraded || plain)" in plain.printed
     assert "What it costs" in report.render(record, made)
-    # End to end on the held-out windows the cost is what the record says.
-    windows = tokenise(load(source).tokenizer, [text], tokens=1024, window=64, longest=None).ids[11:]
+    # End to end on the held-out windows the cost is that of the record.
+    windows = tokenise(load(trained.out).tokenizer, [text], tokens=1024, window=64, longest=None).ids[11:]
     assert windows[:, 1:].numel() == record.text.held_out_tokens
-    ours, plain = logits(source, windows)[:, :-1], logits(out, windows)[:, :-1]
-    cost = (ours.exp() * (ours - plain)).sum(dim=-1).mean().item()
+    mixed, single = (logits(written.out, windows)[:, :-1] for written in (trained, plain))
+    cost = (mixed.exp() * (mixed - single)).sum(dim=-1).mean().item()
     assert cost == pytest.approx(record.cost.value, rel=1e-3)
     assert record.cost.value < record.start.value
 
@@ -309,16 +300,16 @@ def test_an_interrupted_training_leaves_the_states_alone(
     def stop(*arguments: Any, **keywords: Any) -> Any:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(fit, "fit", stop)
+    monkeypatch.setattr(fit, "fit", stop)
+    times = []
+    for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             upgraded("--train", str(text), *SHORT)
-    assert left(tmp_path) == []
-    kept = sorted((tmp_path / "states").rglob("*.safetensors"))
-    times = [path.stat().st_mtime_ns for path in kept]
-    assert kept
-    upgraded("--train", str(text), *SHORT)
-    assert [path.stat().st_mtime_ns for path in kept] == times
+        assert left(tmp_path) == []
+        states = sorted((tmp_path / "states").rglob("*.safetensors"))
+        times.append([path.stat().st_mtime_ns for path in states])
+    assert times[0]
+    assert times[0] == times[1]
 
 
 @pytest.mark.parametrize(
@@ -341,22 +332,14 @@ def test_an_interrupted_training_leaves_the_states_alone(
         (["--head", "softmax", "--train-default", "--tokens", "512", "--window", "64"], "held against"),
         (["--train-default", "--dtype", "bfloat16"], "needs float32"),
         (["--device", "warp"], "no device"),
+        (["--train", "{short}"], "--train"),
     ],
 )
-def test_bad_input_is_one_sentence_and_leaves_nothing(
-    flags: list[str], words: str, upgraded: Run, tmp_path: Path
-) -> None:
+def test_refusals(flags: list[str], words: str, upgraded: Run, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short", encoding="utf8")
     with pytest.raises(FullrankError, match=words) as caught:
-        upgraded(*flags)
+        upgraded(*[flag.format(short=tmp_path / "short.txt") for flag in flags])
     assert "\n" not in str(caught.value)
-    assert left(tmp_path) == []
-
-
-def test_a_short_text_is_refused_in_the_words_of_the_command(upgraded: Run, tmp_path: Path) -> None:
-    short = tmp_path / "short.txt"
-    short.write_text("too short", encoding="utf8")
-    with pytest.raises(FullrankError, match="--train"):
-        upgraded("--train", str(short))
     assert left(tmp_path) == ["short.txt"]
 
 
@@ -375,11 +358,11 @@ def test_models_of_another_kind_are_refused(upgraded: Run, model: Path, tmp_path
     from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
     sizes = {name: size for name, size in SIZES.items() if not name.endswith("token_id")}
-    bert = save(BertForMaskedLM(BertConfig(**sizes)), tmp_path / "bert")
+    bert = save_with_bytes(BertForMaskedLM(BertConfig(**sizes)), tmp_path / "bert")
     t5 = T5Config(
         vocab_size=256, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
     )
-    other = save(T5ForConditionalGeneration(t5), tmp_path / "t5")
+    other = save_with_bytes(T5ForConditionalGeneration(t5), tmp_path / "t5")
     for directory in (bert, other):
         with pytest.raises(FullrankError, match="causal language model"):
             upgraded(model=directory)
@@ -406,8 +389,6 @@ def test_out_of_memory_is_one_sentence(
 def test_a_cache_is_trained_aligned_and_saved(
     flags: list[str], upgraded: Run, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     small = [*SMALL[:-1], "1"]
     out = upgraded("--head", "cache", "--align", "--train", str(text), *small, *flags)
     printed = capsys.readouterr().out
@@ -417,8 +398,7 @@ def test_a_cache_is_trained_aligned_and_saved(
     record, _ = results.load(out / "results.json")
     assert record.head == "cache"
     assert record.preserved.kl.value < 1e-4
-    with quiet():
-        again = AutoModelForCausalLM.from_pretrained(out)
+    again = in_transformers(out)
     assert again.lm_head.name == "cache"
     assert again.lm_head.memory_weight.item() != pytest.approx(again.config.head["memory_weight"], abs=1e-6)
     ids = torch.arange(12)[None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fullrank.cli import main
+from tests.cli.conftest import blank_pictures
 
 pytestmark = pytest.mark.usefixtures("few_orderings")
 
@@ -47,20 +48,8 @@ Diagnose = Callable[..., Found]
 
 
 @pytest.fixture(scope="module")
-def blank_pictures() -> Iterator[None]:
-    """Findings stand in the words of a page; its pictures are drawn in tests/report."""
-    blank = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("vl_convert.vegalite_to_svg", lambda *of, **options: blank)
-        yield
-
-
-@pytest.fixture(scope="module")
 def diagnosed(
-    tiny_checkpoint: Build,
-    few_orderings: None,
-    blank_pictures: None,
-    tmp_path_factory: pytest.TempPathFactory,
+    tiny_checkpoint: Build, few_orderings: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Diagnose:
     """diagnosed(family, plant, questions): a model with what `plant` does to it, by the command line."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -83,8 +72,9 @@ def diagnosed(
             model.save_pretrained(place / "model")
             AutoTokenizer.from_pretrained(source).save_pretrained(place / "model")
         arguments = ["--text", str(text), "--out", str(place / "out"), "--tokens", "1024", "--window", "64"]
-        code = main.run(["diagnose", str(place / "model"), *arguments, "--only", *only])
-        assert code == 0
+        # Findings are in the words of a page.
+        with blank_pictures():
+            assert main.run(["diagnose", str(place / "model"), *arguments, "--only", *only]) == 0
         return Found(
             results=json.loads((place / "out" / "results.json").read_text(encoding="utf8")),
             page=(place / "out" / "report.html").read_text(encoding="utf8"),
