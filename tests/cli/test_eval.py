@@ -118,7 +118,8 @@ def test_dynamic_settings_are_chosen_on_the_validation_split(run: Any, tmp_path:
     found = []
     for test in (run.corpus.splits["test"], split(90, 8)):
         run.corpus.splits["test"] = test
-        evaluate(parsed(str(tmp_path), "--dynamic", "--tune", "--statistics", "3", "--device", "cpu"))
+        flags = ["--dynamic", "--tune", "--statistics", "1", "--segment", "20", "--limit", "80"]
+        evaluate(parsed(str(tmp_path), *flags, "--device", "cpu"))
         record, _ = results.load(tmp_path / "eval" / "results.json")
         assert record.scores[1].tuned
         found.append(record.scores[1].settings)
@@ -143,9 +144,9 @@ def test_dynamic_settings_are_chosen_on_the_validation_split(run: Any, tmp_path:
     ],
     ids=lambda value: "-".join(value),
 )
-def test_users_mistakes(run: Any, tmp_path: Path, flags: list[str], words: list[str]) -> None:
+def test_refusals(run: Any, tmp_path: Path, flags: list[str], words: list[str]) -> None:
     with pytest.raises(FullrankError) as found:
-        evaluate(parsed(str(tmp_path), *flags))
+        evaluate(parsed(str(tmp_path), *flags, "--device", "cpu"))
     for word in words:
         assert word in str(found.value)
     assert not (tmp_path / "eval").exists()

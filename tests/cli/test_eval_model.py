@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import tyro
 
 from fullrank import results
@@ -22,32 +21,10 @@ from fullrank.train.cache import Cache, trace_transformers, with_cache
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        **sizes, vocab_size=256, max_position_embeddings=64, bos_token_id=None, eos_token_id=None
-    )
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    with loading.quiet():
-        LlamaForCausalLM(config).save_pretrained(directory)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "prose.txt"
     draw = random.Random(0)
-    path.write_text(
-        " ".join(draw.choice(["sea", "shells", "she", "sells"]) for _ in range(300)), encoding="utf8"
-    )
+    path.write_text(" ".join(draw.choice(["sea", "shells", "she", "sells"]) for _ in range(300)))
     return path
 
 
@@ -60,13 +37,13 @@ def run(*arguments: object) -> Evaluated:
 
 
 def test_plain_and_with_a_cache(
-    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    byte_llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = [model, "--text", text, "--limit", 1200, "--length", 32, "--out", tmp_path]
+    common = [byte_llama, "--text", text, "--limit", 1200, "--length", 32, "--out", tmp_path]
     record = run(*common, "--cache", "--weight", 0.2, "--theta", 0.5, "--window", 90)
     plain, cache = record.scores
-    loaded = loading.load(str(model))
-    windows = collect.tokenise(loaded.tokenizer, [text], tokens=1200, window=32, longest=64, in_order=True)
+    loaded = loading.load(str(byte_llama))
+    windows = collect.tokenise(loaded.tokenizer, [text], tokens=1200, window=32, longest=256, in_order=True)
     way = trace_transformers(loaded, windows.ids)
     assert plain.counted == len(way.losses) == record.tokens
     assert plain.loss == pytest.approx(float(np.mean(way.losses)), abs=1e-5)
@@ -86,15 +63,17 @@ def test_plain_and_with_a_cache(
     assert "first third of the text" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_only_a_run_can_be_asked(model: Path, text: Path, tmp_path: Path) -> None:
-    common = [model, "--text", text, "--out", tmp_path]
-    for more, message in [
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
         (["--dynamic"], "--dynamic follows"),
         (["--batch", 2], "--batch is for runs"),
         (["--stride", 2], "--stride is for runs"),
         (["--tune"], "--tune chooses settings of --cache"),
-    ]:
-        with pytest.raises(FullrankError, match=message):
-            run(*common, *more)
-    with pytest.raises(FullrankError, match="nothing-here"):
-        run(tmp_path / "nothing-here", "--text", text, "--out", tmp_path)
+        (["nothing-here"], "nothing-here"),
+    ],
+)
+def test_refusals(flags: list[object], message: str, byte_llama: Path, text: Path, tmp_path: Path) -> None:
+    model = [] if flags == ["nothing-here"] else [byte_llama]
+    with pytest.raises(FullrankError, match=message):
+        run(*model, *flags, "--text", text, "--out", tmp_path)
