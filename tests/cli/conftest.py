@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.level_curves import few_simulations
 from tests.tiny_checkpoints import tiny_checkpoint, tiny_tokenizer
 
-__all__ = ["tiny_checkpoint", "tiny_tokenizer"]
+__all__ = ["few_simulations", "tiny_checkpoint", "tiny_tokenizer"]
 
 BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
 

@@ -16,15 +16,8 @@ pytest.importorskip("ibis")
 pytest.importorskip("altair")
 
 QUICK = [
-    "--no-interval",
-    "--no-null",
-    "--constructions",
-    "probability",
-    "--tokenizer",
-    "bytes",
-    "--workers",
-    "1",
-]
+    "--no-interval", "--no-null", "--constructions", "probability", "--tokenizer", "bytes", "--workers", "1",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -38,17 +31,8 @@ def test_a_corpus_is_measured_and_written(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    arguments = [
-        "corpus",
-        "dimension",
-        str(text),
-        "--cache",
-        str(tmp_path / "cache"),
-        "--out",
-        str(out),
-        *QUICK,
-    ]
-    assert main.run(arguments) == 0
+    arguments = ["corpus", "dimension", str(text), "--cache", str(tmp_path / "cache"), "--out", str(out)]
+    assert main.run([*arguments, *QUICK]) == 0
     printed = capsys.readouterr().out
     assert "probability" in printed
     assert str(out / "results.json") in printed.replace("\n", "")
@@ -86,7 +70,7 @@ def test_several_corpora_come_into_one_record(text: Path, tmp_path: Path) -> Non
         (["{binary}"], "binary"),
     ],
 )
-def test_bad_input_is_one_sentence_and_nothing_written(
+def test_refusals(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     places = {"text": text, "empty": tmp_path / "empty.txt", "binary": tmp_path / "data.bin"}
@@ -104,9 +88,7 @@ def test_bad_input_is_one_sentence_and_nothing_written(
 
 
 def test_sizes() -> None:
-    assert bytes_of("4GB") == 4 * 10**9
-    assert bytes_of("512 MiB") == 512 << 20
-    assert bytes_of("1.5gb") == 1_500_000_000
-    assert bytes_of("1000000") == 10**6
+    sizes = {"4GB": 4 * 10**9, "512 MiB": 512 << 20, "1.5gb": 1_500_000_000, "1000000": 10**6}
+    assert {size: bytes_of(size) for size in sizes} == sizes
     with pytest.raises(FullrankError, match="no size"):
         bytes_of("-4GB")

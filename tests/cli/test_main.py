@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from fullrank import results
 from fullrank.cli import demo as demo_module
-from fullrank.cli import main, outcome
+from fullrank.cli import main
 from fullrank.cli.demo import findings
 from fullrank.cli.study import Study
 from fullrank.errors import FullrankError
@@ -45,9 +46,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"fullrank {__version__}\n"
 
 
-def test_python_runs_the_package_as_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "fullrank", "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"fullrank {__version__}\n"), done.stderr
+def test_python_runs_the_package_as_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fullrank", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("fullrank", run_name="__main__")
+    assert not stop.value.code
+    assert capsys.readouterr().out == f"fullrank {__version__}\n"
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
@@ -110,32 +116,23 @@ def test_a_shell_completes_commands_and_options(shell: str, capsys: pytest.Captu
 def test_demo_writes_results_and_a_page_that_can_be_drawn_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.run(tiny(tmp_path / "run")) == 0
-    printed = capsys.readouterr().out
-    record, made = results.load(tmp_path / "run" / "results.json")
+    run = tmp_path / "run"
+    assert main.run([*tiny(run), "--json"]) == 0
+    printed = capsys.readouterr()
+    # JSON is all that goes to the standard output.
+    assert json.loads(printed.out) == json.loads((run / "results.json").read_text())
+    record, made = results.load(run / "results.json")
     assert isinstance(record, Ladder)
     assert record.least_rank == 4
-    assert {item.head for item in record.rungs} >= {"softmax", "moc", "sigsoftmax", "mos", "trunk"}
+    assert {rung.head for rung in record.rungs} >= {"softmax", "moc", "sigsoftmax", "mos", "trunk"}
     assert made.seed == 0
     assert "torch" in made.versions
-    page = (tmp_path / "run" / "report.html").read_text()
-    for item in record.rungs:
-        assert item.head in printed
-        assert item.head in page
-    (tmp_path / "run" / "report.html").unlink()
-    assert main.run(["report", str(tmp_path / "run"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"page": str(tmp_path / "run" / "report.html")}
-    assert (tmp_path / "run" / "report.html").read_text() == page
-
-
-def test_json_is_all_that_goes_to_the_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outcome, "write_page", lambda *_: None)
-    assert main.run([*tiny(tmp_path / "run"), "--heads", "mos", "--json"]) == 0
-    found = capsys.readouterr()
-    assert json.loads(found.out) == json.loads((tmp_path / "run" / "results.json").read_text())
-    assert "Rank ladder" in found.err
+    page = (run / "report.html").read_text()
+    assert all(rung.head in printed.err and rung.head in page for rung in record.rungs)
+    (run / "report.html").unlink()
+    assert main.run(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"page": str(run / "report.html")}
+    assert (run / "report.html").read_text() == page
 
 
 @pytest.mark.parametrize(
@@ -151,7 +148,7 @@ def test_json_is_all_that_goes_to_the_output(
     ],
     ids=lambda value: "-".join(value),
 )
-def test_impossible_settings_are_the_users_mistake(
+def test_refusals(
     flags: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
@@ -164,11 +161,13 @@ def test_impossible_settings_are_the_users_mistake(
     assert not out.exists()
 
 
-def test_unknown_flag_and_command_exit_with_two(tmp_path: Path) -> None:
-    for arguments in (["demo", "--no-such-flag"], ["no-such-command"], ["demo", "--steps", "many"]):
-        with pytest.raises(SystemExit) as stop:
-            main.run(arguments)
-        assert stop.value.code == 2
+@pytest.mark.parametrize(
+    "arguments", [["demo", "--no-such-flag"], ["no-such-command"], ["demo", "--steps", "many"]]
+)
+def test_unknown_flag_and_command_exit_with_two(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.run(arguments)
+    assert stop.value.code == 2
 
 
 def test_report_without_results_is_the_users_mistake(

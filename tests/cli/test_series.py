@@ -22,6 +22,9 @@ ROWS = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.usefixtures("few_simulations")
+
+
 @pytest.fixture
 def curves(tmp_path: Path) -> Path:
     path = tmp_path / "curves.csv"
@@ -40,15 +43,9 @@ def test_table_results_and_page(curves: Path, tmp_path: Path, capsys: pytest.Cap
     assert main.run(["series", str(curves), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     for words in (
-        "pythia-70m",
-        "53,000",
-        "51.0",
-        "undecided",
-        "if the noise of neighbouring checkpoints correlates by",
-        "no scaling law",
-        "--tokens-per-step",
-        "results.json",
-    ):
+        "pythia-70m", "53,000", "51.0", "undecided", "if the noise of neighbouring checkpoints correlates by",
+        "no scaling law", "--tokens-per-step", "results.json",
+    ):  # fmt: skip
         assert words in printed
     document = json.loads((out / "results.json").read_text())
     assert document["kind"] == "series"
@@ -92,7 +89,7 @@ def test_metric_and_seed(curves: Path, tmp_path: Path) -> None:
         ("\0\1", [], ["not text"]),
     ],
 )
-def test_users_mistakes(
+def test_refusals(
     text: str | None, flags: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = tmp_path / "given.csv", tmp_path / "out"
@@ -123,7 +120,6 @@ def test_output_is_checked_first(curves: Path, tmp_path: Path, capsys: pytest.Ca
     assert "no writable directory" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("pictures")
 def test_one_run(write_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = write_run("mine", turns=True, dead_from=7), tmp_path / "out"
     log = (run / "log.jsonl").read_bytes()

@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,9 @@ from fullrank.train import checkpoint
 from fullrank.train.config import override
 from fullrank.train.recipes import RECIPES, recipe
 
+Capture = pytest.CaptureFixture[str]
+Arguments = Callable[..., list[str]]
+Refused = Callable[[list[str]], str]
 SMALL = (
     "body.hidden=8", "body.last=6", "head.width=6", "head.components=2", "batch=4", "length=5", "steps=6",
     "evaluate_every=3", "evaluate_batch=2", "optimiser.lr=0.02",
@@ -61,7 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def arguments(place: Path) -> Callable[..., list[str]]:
+def arguments(place: Path) -> Arguments:
     def build(out: str, *more: str, data: str = "text", head: str = "mos") -> list[str]:
         return [
             "train", "awd-lstm", "--data", str(place / data), "--head", head, "--out", str(place / out),
@@ -72,7 +74,7 @@ def arguments(place: Path) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="module")
-def trained(place: Path, arguments: Callable[..., list[str]]) -> Path:
+def trained(place: Path, arguments: Arguments) -> Path:
     """A finished run with nothing in its way."""
     assert command([*arguments("trained"), "--track", "tensorboard"]) == 0
     return place / "trained"
@@ -98,7 +100,7 @@ def test_a_run_from_the_command_line(trained: Path) -> None:
 
 
 def test_a_finished_run_has_a_card_and_one_that_was_changed_stays(
-    place: Path, trained: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+    place: Path, trained: Path, arguments: Arguments, capsys: Capture
 ) -> None:
     from huggingface_hub import ModelCard
 
@@ -123,7 +125,7 @@ def test_a_finished_run_has_a_card_and_one_that_was_changed_stays(
 
 @pytest.mark.parametrize("kind", ["store", "flat"])
 def test_tokens_made_elsewhere_train_the_same(
-    kind: str, place: Path, trained: Path, arguments: Callable[..., list[str]]
+    kind: str, place: Path, trained: Path, arguments: Arguments
 ) -> None:
     (tokens,) = (trained / "tokens").iterdir()
     if kind == "flat":
@@ -164,18 +166,14 @@ def test_tensorboard_is_the_default_and_holds_the_log(trained: Path) -> None:
     assert "monitor/component_shares/1" in read.Tags()["scalars"]
 
 
-def test_a_finished_run_is_left_alone(
-    trained: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_left_alone(trained: Path, arguments: Arguments, capsys: Capture) -> None:
     before = snapshot(trained)
     assert command(arguments("trained")) == 0
     assert "had already finished; nothing was changed" in capsys.readouterr().out
     assert snapshot(trained) == before
 
 
-def test_results_that_were_lost_are_written_again(
-    trained: Path, place: Path, arguments: Callable[..., list[str]]
-) -> None:
+def test_results_that_were_lost_are_written_again(trained: Path, place: Path, arguments: Arguments) -> None:
     # Killed between the last line of the log and the record of it.
     shutil.copytree(trained, place / "lost")
     (place / "lost" / "results.json").unlink()
@@ -184,9 +182,7 @@ def test_results_that_were_lost_are_written_again(
     assert again.evaluations == before.evaluations
 
 
-def test_a_killed_run_continues(
-    stopped: Path, trained: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_continues(stopped: Path, trained: Path, arguments: Arguments, capsys: Capture) -> None:
     assert command(arguments(stopped.name)) == 0
     assert "perplexity" in capsys.readouterr().out
     ends = [checkpoint.found(path / "checkpoints", "step")[-1] for path in (stopped, trained)]
@@ -196,21 +192,10 @@ def test_a_killed_run_continues(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_printed_settings_are_settings(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "train",
-        name,
-        "--print-config",
-        "--head",
-        "mos",
-        "--components",
-        "3",
-        "--width",
-        "8",
-        "--seed",
-        "5",
-    ]
-    assert command([*words, "--set", "steps=7"]) == 0
+def test_printed_settings_are_settings(name: str, capsys: Capture) -> None:
+    flags = ["--print-config", "--head", "mos", "--components", "3", "--width", "8", "--seed", "5"]
+    flags += ["--set", "steps=7"]
+    assert command(["train", name, *flags]) == 0
     printed = capsys.readouterr().out.splitlines()
     config = override(recipe("transformer-tiny"), printed)
     assert config == override(recipe(name, "mos"), ["head.components=3", "head.width=8", "seed=5", "steps=7"])
@@ -219,226 +204,176 @@ def test_printed_settings_are_settings(name: str, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.splitlines() == printed
 
 
-class TestBadInput:
-    """Exit code 2, one sentence, and no file other than it was."""
+# Refusals
 
-    @pytest.fixture
-    def refused(self, place: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], str]:
-        def run(words: list[str]) -> str:
-            before = snapshot(place)
-            try:
-                code = command(words)
-            except SystemExit as stop:
-                # The parser's own.
-                code = int(stop.code or 0)
-            assert code == 2
-            said = capsys.readouterr().err
-            assert "Traceback" not in said
-            after = snapshot(place)
-            # Token files are not the run's: they are built once and serve the next try.
-            kept = {name for name in after if not name.startswith("cache")}
-            assert kept == {name for name in before if not name.startswith("cache")}
-            assert all(after[name] == before[name] for name in kept)
-            return said
 
-        return run
+@pytest.fixture
+def refused(place: Path, capsys: Capture) -> Refused:
+    """The sentence of a command that exits with 2 and changes no file."""
 
-    def one_sentence(self, said: str) -> None:
-        assert said.startswith("fullrank: ")
-        assert said.count("\n") == 1, said
+    def files() -> dict[str, bytes]:
+        # Token files are built once and serve the next run.
+        return {name: content for name, content in snapshot(place).items() if not name.startswith("cache")}
 
-    @pytest.mark.parametrize(
-        ("words", "expected"),
-        [
-            (["train", "awd-lstmm"], "did you mean 'awd-lstm'?"),
-            (["train", "awd-lstm", "--head", "mosh"], "did you mean 'mos'?"),
-            (["train", "awd-lstm", "--set", "stepz=3"], "did you mean steps?"),
-            (["train", "awd-lstm", "--set", "steps=soon"], "a whole number"),
-            (["train", "awd-lstm", "--set", "steps"], "name=value"),
-            (["train", "awd-lstm", "--set", "batch=0"], "at least 1"),
-            (["train", "awd-lstm", "--set", "batch=7", "--set", "accumulate=2"], "multiple"),
-            (["train", "awd-lstm"], "pass --data"),
-            (["train", "awd-lstm", "--tokens", "a", "--data", "b"], "choose one"),
-        ],
-    )
-    def test_settings(
-        self, refused: Callable[[list[str]], str], place: Path, words: list[str], expected: str
-    ) -> None:
-        said = refused([*words, "--out", str(place / "bad")])
-        self.one_sentence(said)
-        assert expected in said
-        assert not (place / "bad").exists()
+    def run(words: list[str]) -> str:
+        before = files()
+        try:
+            assert command(words) == 2
+            message = capsys.readouterr().err
+            assert message.startswith("fullrank: ")
+            assert message.count("\n") == 1, message
+        except SystemExit as stop:
+            # The parser has its own form.
+            assert stop.code == 2
+            message = capsys.readouterr().err
+        assert files() == before
+        return message
 
-    @pytest.mark.parametrize(
-        ("more", "expected"),
-        [
-            (["--set", "batch=1000"], "one batch of 1000 sequences of 5 needs 5001"),
-            (["--set", "body.hidden=0"], "hidden"),
-            (["--set", "body.dropout=1"], "dropout"),
-            (["--set", "head.components=0"], "components"),
-            (["--set", "body.embedding=7"], "cannot be tied"),
-            (["--vocab-parallel"], "--set head.tie=false"),
-            (["--device", "tpu"], "expected auto, cpu, cuda or mps"),
-        ],
-    )
-    def test_what_the_run_cannot_do(
-        self,
-        refused: Callable[[list[str]], str],
-        arguments: Callable[..., list[str]],
-        place: Path,
-        more: list[str],
-        expected: str,
-    ) -> None:
-        said = refused(arguments("bad", *more))
-        self.one_sentence(said)
-        assert expected in said
-        assert not (place / "bad" / "run.json").exists()
+    return run
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-    def test_no_such_device(
-        self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]]
-    ) -> None:
-        said = refused(arguments("bad", "--device", "cuda"))
-        self.one_sentence(said)
-        assert "pass --device cpu" in said
 
-    @pytest.mark.parametrize("name", ["wandb", "trackio"])
-    def test_a_tracker_that_is_not_installed(
-        self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]], name: str
-    ) -> None:
-        if importlib.util.find_spec(name):
-            pytest.skip("it is installed")
-        said = refused(arguments("bad", "--track", name))
-        self.one_sentence(said)
-        assert f"pip install {name}" in said
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("awd-lstmm", "did you mean 'awd-lstm'?"),
+        ("awd-lstm --head mosh", "did you mean 'mos'?"),
+        ("awd-lstm --set stepz=3", "did you mean steps?"),
+        ("awd-lstm --set steps=soon", "a whole number"),
+        ("awd-lstm --set steps", "name=value"),
+        ("awd-lstm --set batch=0", "at least 1"),
+        ("awd-lstm --set batch=7 --set accumulate=2", "multiple"),
+        ("awd-lstm", "pass --data"),
+        ("awd-lstm --tokens a --data b", "choose one"),
+    ],
+)
+def test_refusals_of_settings(refused: Refused, place: Path, words: str, message: str) -> None:
+    assert message in refused(["train", *words.split(), "--out", str(place / "bad")])
+    assert not (place / "bad").exists()
 
-    def test_an_unknown_tracker(
-        self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]]
-    ) -> None:
-        assert "tensorboard" in refused(arguments("bad", "--track", "mlflow"))
 
-    @pytest.mark.parametrize("what", ["empty", "missing", "blank"])
-    def test_no_text(
-        self,
-        refused: Callable[[list[str]], str],
-        arguments: Callable[..., list[str]],
-        place: Path,
-        what: str,
-    ) -> None:
-        source = place / f"text-{what}"
-        if what != "missing":
-            source.mkdir()
-        if what == "blank":
-            for split in ("train", "valid", "test"):
-                (source / f"{split}.txt").write_text(" \n\n")
-        self.one_sentence(refused(arguments("bad", data=source.name)))
-        assert not (place / "bad" / "run.json").exists()
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--set batch=1000", "one batch of 1000 sequences of 5 needs 5001"),
+        ("--set body.hidden=0", "hidden"),
+        ("--set body.dropout=1", "dropout"),
+        ("--set head.components=0", "components"),
+        ("--set body.embedding=7", "cannot be tied"),
+        ("--vocab-parallel", "--set head.tie=false"),
+        ("--device tpu", "expected auto, cpu, cuda or mps"),
+        pytest.param(
+            "--device cuda", "pass --device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+        ),
+        *(
+            pytest.param(
+                f"--track {name}", f"pip install {name}",
+                marks=pytest.mark.skipif(importlib.util.find_spec(name) is not None, reason="it is installed"),
+            )
+            for name in ("wandb", "trackio")
+        ),
+        ("--track mlflow", "tensorboard"),
+    ],
+)  # fmt: skip
+def test_refusals_of_runs(
+    refused: Refused, arguments: Arguments, place: Path, more: str, message: str
+) -> None:
+    assert message in refused(arguments("bad", *more.split()))
+    assert not (place / "bad" / "run.json").exists()
 
-    def test_a_word_outside_the_vocabulary(
-        self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]], place: Path
-    ) -> None:
-        source = texts(place / "text-unknown")
-        (source / "valid.txt").write_text("w1 novelty w2\n")
-        said = refused(arguments("bad", "--set", "data.vocabulary_from=train", data="text-unknown"))
-        self.one_sentence(said)
-        assert "novelty" in said
 
-    def test_another_config(
-        self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]], stopped: Path
-    ) -> None:
-        said = refused(arguments(stopped.name, "--set", "optimiser.lr=0.5", "--seed", "3"))
-        self.one_sentence(said)
-        assert "optimiser.lr was 0.02 and is 0.5" in said
-        assert "seed was 0 and is 3" in said
+def blank(path: Path) -> None:
+    path.mkdir()
+    for split in ("train", "valid", "test"):
+        (path / f"{split}.txt").write_text(" \n\n")
 
-    def test_another_config_on_a_finished_run(
-        self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]], trained: Path
-    ) -> None:
-        self.one_sentence(refused(arguments(trained.name, head="softmax")))
 
-    def test_other_data(
-        self,
-        refused: Callable[[list[str]], str],
-        arguments: Callable[..., list[str]],
-        stopped: Path,
-        place: Path,
-    ) -> None:
-        texts(place / "text-other", seed=9)
-        said = refused(arguments(stopped.name, data="text-other"))
-        self.one_sentence(said)
-        assert "other data" in said
+def unknown_word(path: Path) -> None:
+    texts(path)
+    (path / "valid.txt").write_text("w1 novelty w2\n")
 
-    def test_a_checkpoint_of_another_architecture(
-        self,
-        refused: Callable[[list[str]], str],
-        arguments: Callable[..., list[str]],
-        stopped: Path,
-        place: Path,
-    ) -> None:
-        assert command(arguments("wider", "--set", "body.hidden=10", "--no-monitors")) == 0
-        own = checkpoint.found(stopped / "checkpoints", "step")[-1]
-        shutil.rmtree(own)
-        shutil.copytree(place / "wider" / "checkpoints" / own.name, own)
-        said = refused(arguments(stopped.name))
-        self.one_sentence(said)
-        assert "another architecture" in said
-        shutil.rmtree(place / "wider")
 
-    def test_a_directory_of_something_else(
-        self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]], place: Path
-    ) -> None:
-        (place / "mine").mkdir()
-        (place / "mine" / "thesis.txt").write_text("years of work")
-        said = refused(arguments("mine"))
-        self.one_sentence(said)
-        assert "thesis.txt" in said
-        assert [one.name for one in (place / "mine").iterdir()] == ["thesis.txt"]
+@pytest.mark.parametrize(
+    ("name", "write", "more", "message"),
+    [
+        ("empty", Path.mkdir, "", ""),
+        ("missing", lambda path: None, "", ""),
+        ("blank", blank, "", ""),
+        ("unknown", unknown_word, "--set data.vocabulary_from=train", "novelty"),
+    ],
+)
+def test_refusals_of_text(
+    refused: Refused, arguments: Arguments, place: Path, name: str, write: Callable[[Path], None], more: str,
+    message: str,
+) -> None:  # fmt: skip
+    write(place / f"text-{name}")
+    assert message in refused(arguments("bad", *more.split(), data=f"text-{name}"))
+    assert not (place / "bad" / "run.json").exists()
 
-    def test_a_directory_of_a_model(
-        self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]], place: Path
-    ) -> None:
-        (place / "model").mkdir()
-        (place / "model" / "config.json").write_text('{"model_type": "gpt2"}')
-        self.one_sentence(refused(arguments("model")))
 
-    def test_a_directory_in_use(
-        self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]], stopped: Path
-    ) -> None:
-        with (stopped / ".lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            said = refused(arguments(stopped.name))
-        self.one_sentence(said)
-        assert "in use by another process" in said
+def test_refusals_to_continue(
+    refused: Refused, arguments: Arguments, stopped: Path, trained: Path, place: Path
+) -> None:
+    message = refused(arguments(stopped.name, "--set", "optimiser.lr=0.5", "--seed", "3"))
+    assert "optimiser.lr was 0.02 and is 0.5" in message
+    assert "seed was 0 and is 3" in message
+    refused(arguments(trained.name, head="softmax"))
+    texts(place / "text-other", seed=9)
+    assert "other data" in refused(arguments(stopped.name, data="text-other"))
+    with (stopped / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "in use by another process" in refused(arguments(stopped.name))
 
-    @pytest.mark.parametrize("out", ["file", "file/below"])
-    def test_a_place_that_cannot_be_written(
-        self, refused: Callable[[list[str]], str], arguments: Callable[..., list[str]], place: Path, out: str
-    ) -> None:
-        (place / "file").write_text("in the way")
-        said = refused(arguments(out))
-        self.one_sentence(said)
-        assert "choose another --out" in said
 
-    def test_no_number(
-        self, place: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        more = [
-            "optimiser.lr=1e6",
-            "optimiser.clip=0",
-            "optimiser.name=nt-asgd",
-            "checkpoint_every=1",
-            "steps=50",
-        ]
-        words = [word for setting in more for word in ("--set", setting)]
-        assert command(arguments("nan", *words)) == 2
-        said = capsys.readouterr().err
-        self.one_sentence(said)
-        assert "not finite" in said
-        assert "is the last good checkpoint" in said
-        lines: list[dict[str, Any]] = [
-            json.loads(line) for line in (place / "nan" / "log.jsonl").read_text().splitlines()
-        ]
-        assert lines[-2]["kind"] == "nan"
-        assert lines[-1]["reason"] == "nan"
-        stored = checkpoint.read(checkpoint.found(place / "nan" / "checkpoints", "step")[-1])
-        assert all(bool(torch.isfinite(one).all()) for one in stored.groups["model"].values())
+def test_a_checkpoint_of_another_architecture_is_refused(
+    refused: Refused, arguments: Arguments, stopped: Path, place: Path, capsys: Capture
+) -> None:
+    assert command(arguments("wider", "--set", "body.hidden=10", "--no-monitors")) == 0
+    last = checkpoint.found(stopped / "checkpoints", "step")[-1]
+    shutil.rmtree(last)
+    shutil.copytree(place / "wider" / "checkpoints" / last.name, last)
+    capsys.readouterr()
+    assert "another architecture" in refused(arguments(stopped.name))
+    shutil.rmtree(place / "wider")
+
+
+@pytest.mark.parametrize(
+    ("out", "file", "content", "message"),
+    [
+        ("mine", "thesis.txt", "years of work", "thesis.txt"),
+        ("model", "config.json", '{"model_type": "gpt2"}', ""),
+        ("file", None, "in the way", "choose another --out"),
+        ("other/below", None, "in the way", "choose another --out"),
+    ],
+)
+def test_refusals_of_places(
+    refused: Refused,
+    arguments: Arguments,
+    place: Path,
+    out: str,
+    file: str | None,
+    content: str,
+    message: str,
+) -> None:
+    path = place / out.split("/")[0]
+    if file is not None:
+        path.mkdir()
+        path = path / file
+    path.write_text(content)
+    assert message in refused(arguments(out))
+
+
+def test_losses_that_are_not_finite_stop_the_run(place: Path, arguments: Arguments, capsys: Capture) -> None:
+    more = "optimiser.lr=1e6 optimiser.clip=0 optimiser.name=nt-asgd checkpoint_every=1 steps=50"
+    words = [word for setting in more.split() for word in ("--set", setting)]
+    assert command(arguments("nan", *words)) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("fullrank: ")
+    assert message.count("\n") == 1
+    assert "not finite" in message
+    assert "is the last good checkpoint" in message
+    lines = [json.loads(line) for line in (place / "nan" / "log.jsonl").read_text().splitlines()]
+    assert lines[-2]["kind"] == "nan"
+    assert lines[-1]["reason"] == "nan"
+    stored = checkpoint.read(checkpoint.found(place / "nan" / "checkpoints", "step")[-1])
+    assert all(bool(torch.isfinite(weight).all()) for weight in stored.groups["model"].values())

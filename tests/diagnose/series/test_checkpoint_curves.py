@@ -7,37 +7,21 @@ from pathlib import Path
 import pytest
 
 from fullrank.diagnose.series import checkpoint_curves, series
-from fullrank.results import Diagnosis, Estimate, Series
-from fullrank.results.diagnosis import (
-    Anisotropy,
-    LayerGeometry,
-    LogprobRank,
-    Loss,
-    Missing,
-    ModelFacts,
-    Spectrum,
-    TextFacts,
-)
+from fullrank.results import Diagnosis, Series
+from fullrank.results.diagnosis import Anisotropy, LayerGeometry, LogprobRank, Loss, Missing, Spectrum
+from tests.diagnosis_records import around, diagnosis
+
+pytestmark = pytest.mark.usefixtures("few_simulations")
 
 
-def diagnosis(nats: float, rank: float, missing: tuple[Missing, ...] = ()) -> Diagnosis:
+def answered(nats: float, rank: float, missing: tuple[Missing, ...] = ()) -> Diagnosis:
     layer = LayerGeometry(
-        layer=2, name="last", cosine=Estimate(value=0.5, low=0.4, high=0.6),
-        cosine_centred=Estimate(value=0.0, low=0.0, high=0.0), top_variance_share=0.1, effective_rank=9.0,
-        outliers=(), largest_kurtosis=3.0, sinks=1,
+        layer=2, name="last", cosine=around(0.5, 0.1), cosine_centred=around(0.0, 0.0),
+        top_variance_share=0.1, effective_rank=9.0, outliers=(), largest_kurtosis=3.0, sinks=1,
     )  # fmt: skip
-    point = Estimate(value=nats, low=nats - 0.02, high=nats + 0.02)
-    return Diagnosis(
-        model=ModelFacts(
-            name="m", source="directory", architecture="x", parameters=70_000_000, layers=2, width=8,
-            vocabulary=32, tokens=32, tied=False, bias=False, logit_scale=1.0, softcap=None, final_norm="",
-            storage="float32", dtype="float32", fingerprint="0", notes=(),
-        ),
-        text=TextFacts(
-            sources=(), sha256="", bytes=1, tokens=1, window=1, windows=1, starts_with_bos=False,
-            fit_tokens=0, choose_tokens=0, held_out_tokens=0,
-        ),
-        findings=(),
+    point = around(nats, 0.02)
+    return diagnosis(
+        missing=missing,
         loss=Loss(
             nats_per_token=point, standard_error=0.01, perplexity=point, bits_per_byte=point, tokens=1,
             bytes=1, blocks=1, by_position=(),
@@ -52,7 +36,6 @@ def diagnosis(nats: float, rank: float, missing: tuple[Missing, ...] = ()) -> Di
             least_rank=8, gap_rank=8, gap=1.0, noise_floor=0.0, ceiling=8, ceiling_reason="", contexts=1,
             columns=1, method="core", singular_values=(),
         ),
-        rank_needed=None, better_head=None, unreachable=None, gradient=None, missing=missing, seconds={},
     )  # fmt: skip
 
 
@@ -67,7 +50,7 @@ def diagnosed(
     def diagnose(model: str | Path, **rest: object) -> Diagnosis:
         calls.append({"model": model, **rest})
         step = checkpoint_curves.step_of(str(rest["revision"] or Path(model).name))
-        return diagnosis(NATS.get(step or 0, 3.0), float(step or 0) or 1.0)
+        return answered(NATS.get(step or 0, 3.0), float(step or 0) or 1.0)
 
     return series.run(sources, revisions=revisions, text=(Path("t.txt"),), diagnose=diagnose), calls
 
@@ -104,7 +87,7 @@ def test_checkpoints_are_paired_block_by_block(tmp_path: Path) -> None:
 
     def diagnose(model: str | Path, **rest: object) -> Diagnosis:
         step = checkpoint_curves.step_of(Path(model).name) or 0
-        found = diagnosis(NATS[step], 1.0)
+        found = answered(NATS[step], 1.0)
         assert found.loss is not None
         sums = [100 * (hard + extra) for hard, extra in zip(blocks, own[step], strict=True)]
         loss = dataclasses.replace(found.loss, block_nats=tuple(sums), block_tokens=(100,) * 50)
@@ -146,7 +129,7 @@ def test_unanswered_questions_are_said(tmp_path: Path) -> None:
     place = tmp_path / "run" / "step5"
     place.mkdir(parents=True)
     empty = dataclasses.replace(
-        diagnosis(3.0, 2.0, (Missing(question="loss", reason="no text"),)), loss=None, anisotropy=None
+        answered(3.0, 2.0, (Missing(question="loss", reason="no text"),)), loss=None, anisotropy=None
     )
     found = series.run([place], metric="effective_rank", diagnose=lambda model, **rest: empty)
     assert [one.metric for one in found.curves] == ["effective_rank", "singular_entropy", "least_rank"]

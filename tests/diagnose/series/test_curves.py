@@ -128,17 +128,15 @@ def test_primary_metric() -> None:
         ("model,step,loss\nm,1,\0\n", ["not text"]),
     ],
 )
-def test_what_is_no_file_of_curves(text: str, words: list[str], tmp_path: Path) -> None:
+def test_refusals(text: str, words: list[str], tmp_path: Path) -> None:
     with pytest.raises(FullrankError) as raised:
         curves.read(written(tmp_path, text))
-    for word in words:
-        assert word in str(raised.value)
+    assert all(word in str(raised.value) for word in words)
     assert "\n" not in str(raised.value)
 
 
-def test_no_file_and_no_text(tmp_path: Path) -> None:
-    with pytest.raises(FullrankError, match="no file at"):
-        curves.read(tmp_path / "none.csv")
+def test_files_that_are_missing_or_binary_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(bytes(range(128, 256)))
-    with pytest.raises(FullrankError, match="not text"):
-        curves.read(tmp_path / "binary.csv")
+    for name, message in (("none.csv", "no file at"), ("binary.csv", "not text")):
+        with pytest.raises(FullrankError, match=message):
+            curves.read(tmp_path / name)

@@ -11,6 +11,7 @@ from fullrank.diagnose.series import curves, runs
 from fullrank.errors import FullrankError
 from fullrank.results import Training, Trainings, read_log
 
+pytestmark = pytest.mark.usefixtures("few_simulations")
 Write = Callable[..., Path]
 
 

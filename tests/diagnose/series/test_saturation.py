@@ -10,29 +10,20 @@ from hypothesis import given
 from hypothesis import settings as options
 from hypothesis import strategies as some
 
-from fullrank.diagnose.series import correlated_noise
 from fullrank.diagnose.series import saturation as module
 from fullrank.diagnose.series.correlated_noise import autoregressive
 from fullrank.diagnose.series.saturation import difference, holm, saturation, saturations
 from fullrank.results.series import NOT_TURNED, TURNED, UNDECIDED, Curve
+from tests.level_curves import simulations
 
 
 @pytest.fixture(
     scope="module", autouse=True, params=[4000, pytest.param(20_000, marks=pytest.mark.slow, id="all")]
 )
 def _simulations(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A p-value of 0.01 is 40 of 4000 level curves; all that a user's curve is held against take minutes."""
-    if request.param == correlated_noise.SIMULATIONS:
+    """As many level curves as a user's curve is compared with take minutes."""
+    with simulations(request.param):
         yield
-        return
-    caches = (correlated_noise.null, correlated_noise.smallest)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(correlated_noise, "SIMULATIONS", request.param)
-        for cache in caches:
-            cache.cache_clear()
-        yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 # LAMBADA perplexity, EleutherAI/pythia evals, steps in thousands; every 10,000 steps from 13,000 on.

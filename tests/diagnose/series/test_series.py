@@ -12,6 +12,7 @@ from fullrank.diagnose.series.scaling import predict
 from fullrank.errors import FullrankError
 from fullrank.results.series import NOT_TURNED, TURNED
 
+pytestmark = pytest.mark.usefixtures("few_simulations")
 FALLING = (40.0, 32.1, 28.0, 25.3, 23.4, 22.0, 20.8, 20.0, 19.2, 18.6, 18.1, 17.6, 17.2, 16.8)
 TURNING = (40.0, 32.1, 28.0, 25.9, 24.5, 24.0, 25.4, 27.1, 28.4, 30.1, 31.4, 33.1, 34.4, 36.0)
 
@@ -43,13 +44,8 @@ def test_one_entry_a_curve(tmp_path: Path) -> None:
 
 
 def test_variants_of_one_size_are_put_side_by_side(tmp_path: Path) -> None:
-    curves = {
-        "p-70m": TURNING,
-        "p-70m-0.25MtokBS": FALLING,
-        "p-70m-deduped": TURNING,
-        "p-1b": FALLING,
-        "q-70m": FALLING,
-    }
+    curves = dict.fromkeys(("p-70m", "p-70m-deduped"), TURNING)
+    curves |= dict.fromkeys(("p-70m-0.25MtokBS", "p-1b", "q-70m"), FALLING)
     first, second = series.run([file_of(tmp_path, curves, shots="5")]).controls
     assert "p-70m and p-70m-deduped (5-shot)" in first
     assert "Noise can have made the difference of +0.0 points" in first
@@ -171,23 +167,30 @@ def test_a_file_needs_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_bad_requests(tmp_path: Path) -> None:
-    path = file_of(tmp_path, {"a": FALLING})
-    binary = tmp_path / "weights.bin"
-    binary.write_bytes(b"\0\1")
-    for sources, settings, words in (
+@pytest.mark.parametrize(
+    ("sources", "settings", "message"),
+    [
         ([], {}, "nothing to read"),
-        ([path, tmp_path], {}, "stands alone"),
-        ([path, path], {}, "stands alone"),
-        ([path], {"revisions": ("step1",)}, "are for checkpoints"),
-        ([path], {"text": (path,)}, "are for checkpoints"),
-        ([path], {"metric": "los"}, "one of ppl"),
-        ([path], {"tokens_per_step": 0}, "positive"),
-        ([path], {"fit_from": -1}, "positive"),
-        ([binary], {}, "is a file"),
-        ([str(tmp_path / "none")], {}, "no checkpoint directory"),
+        (["curves.csv", "."], {}, "stands alone"),
+        (["curves.csv", "curves.csv"], {}, "stands alone"),
+        (["curves.csv"], {"revisions": ("step1",)}, "are for checkpoints"),
+        (["curves.csv"], {"text": (Path("curves.csv"),)}, "are for checkpoints"),
+        (["curves.csv"], {"metric": "los"}, "one of ppl"),
+        (["curves.csv"], {"tokens_per_step": 0}, "positive"),
+        (["curves.csv"], {"fit_from": -1}, "positive"),
+        (["weights.bin"], {}, "is a file"),
+        (["./none"], {}, "no checkpoint directory"),
         (["a/b", "c/d"], {"revisions": ("step1",)}, "pass one model"),
-        ([tmp_path / "none.csv"], {}, "no file at"),
-    ):
-        with pytest.raises(FullrankError, match=words):
-            series.run(sources, **settings)  # type: ignore[arg-type]
+        (["none.csv"], {}, "no file at"),
+    ],
+)
+def test_refusals(
+    sources: list[str], settings: dict[str, object], message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    file_of(tmp_path, {"a": FALLING})
+    (tmp_path / "weights.bin").write_bytes(b"\0\1")
+    monkeypatch.chdir(tmp_path)
+    paths = [source if "/" in source else Path(source) for source in sources]
+    with pytest.raises(FullrankError, match=message):
+        series.run(paths, **settings)  # type: ignore[arg-type]
