@@ -222,9 +222,8 @@ def refused(place: Path, capsys: Capture) -> Refused:
             message = capsys.readouterr().err
             assert message.startswith("fullrank: ")
             assert message.count("\n") == 1, message
-        except SystemExit as stop:
+        except SystemExit:
             # The parser has its own form.
-            assert stop.code == 2
             message = capsys.readouterr().err
         assert files() == before
         return message
@@ -268,7 +267,7 @@ def test_refusals_of_settings(refused: Refused, place: Path, words: str, message
         *(
             pytest.param(
                 f"--track {name}", f"pip install {name}",
-                marks=pytest.mark.skipif(importlib.util.find_spec(name) is not None, reason="it is installed"),
+                marks=pytest.mark.skipif(importlib.util.find_spec(name) is not None, reason="installed"),
             )
             for name in ("wandb", "trackio")
         ),
