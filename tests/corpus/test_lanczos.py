@@ -40,7 +40,7 @@ def test_values_lie_within_their_residuals(values: np.ndarray, most: int | None)
     np.testing.assert_allclose(found.vectors.T @ found.vectors, np.eye(24), atol=1e-10)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 60), st.integers(1, 80), st.integers(0, 5))
 def test_small_operators_are_solved_whole(size: int, count: int, seed: int) -> None:
     root = np.random.default_rng(seed).standard_normal((size, max(size // 2, 1)))

@@ -4,21 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullrank.corpus.counts import Counts
 from fullrank.corpus.null import shuffled
 from fullrank.corpus.spectrum import spectrum
 from fullrank.corpus.table import table
-
-
-def counts_of(rows: list[dict[int, int]], V: int) -> Counts:
-    pairs = [sorted(row.items()) for row in rows]
-    return Counts(
-        indptr=np.cumsum([0, *map(len, pairs)]).astype(np.int64),
-        next=np.array([token for row in pairs for token, _ in row], dtype=np.int32),
-        count=np.array([count for row in pairs for _, count in row], dtype=np.int64),
-        vocabulary=V,
-        tokens=sum(count for row in pairs for _, count in row),
-    )
+from tests.corpus.rows import counts_of
 
 
 def summary(rows: list[dict[int, int]]) -> tuple[list[int], dict[int, list[int]]]:
@@ -31,7 +20,7 @@ def summary(rows: list[dict[int, int]]) -> tuple[list[int], dict[int, list[int]]
     return sorted(totals), {name: sorted(tokens) for name, tokens in classes.items()}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.dictionaries(st.integers(0, 9), st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=20

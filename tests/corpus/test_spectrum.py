@@ -1,5 +1,6 @@
 """Spectra of tables against a dense SVD of the definition, and the approximate path against the exact one."""
 
+import functools
 import math
 
 import numpy as np
@@ -8,23 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.corpus_limits import EFFORTS, LEAST, Config, made_up, measured, misses
-from fullrank.corpus.counts import Counts
 from fullrank.corpus.curve import SHARES, Effort, Spectrum
 from fullrank.corpus.gram import Gram
 from fullrank.corpus.spectrum import grid_of, spectrum
-from fullrank.corpus.table import CONSTRUCTIONS, table
+from fullrank.corpus.table import CONSTRUCTIONS, Table, table
 from fullrank.errors import FullrankError
-
-
-def counts_of(rows: list[dict[int, int]], vocabulary: int) -> Counts:
-    pairs = [sorted(row.items()) for row in rows]
-    return Counts(
-        indptr=np.cumsum([0, *map(len, pairs)]).astype(np.int64),
-        next=np.array([token for row in pairs for token, _ in row], dtype=np.int32),
-        count=np.array([count for row in pairs for _, count in row], dtype=np.int64),
-        vocabulary=vocabulary,
-        tokens=sum(count for row in pairs for _, count in row),
-    )
+from tests.corpus.rows import counts_of
 
 
 def reference(rows: list[dict[int, int]], V: int, construction: str, prior: float | None) -> np.ndarray:
@@ -142,31 +132,35 @@ def test_dimensions_by_hand() -> None:
 QUICK = EFFORTS["little"]
 
 
+@functools.cache
+def exact_of(construction: str) -> tuple[Table, Spectrum]:
+    made = table(made_up(400, 1, contexts=2500), construction, least=LEAST)
+    return made, spectrum(made)
+
+
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_limits_hold_the_exact_figures(construction: str) -> None:
-    """For one seed; many are below."""
-    made = table(made_up(400, 1, contexts=2500), construction, least=LEAST)
-    exact = spectrum(made)
+    """One seed; the slow tier has many."""
+    made, exact = exact_of(construction)
     assert exact.method == "exact"
-    found = spectrum(made, effort=QUICK)
-    assert found.method == "lanczos"
-    sigma = np.array(found.singular_values)
+    approximate = spectrum(made, effort=QUICK)
+    assert approximate.method == "lanczos"
+    sigma = np.array(approximate.singular_values)
     assert len(sigma) >= 32
     np.testing.assert_allclose(
-        sigma, exact.singular_values[: len(sigma)], atol=found.singular_value_error, rtol=1e-9
+        sigma, exact.singular_values[: len(sigma)], atol=approximate.singular_value_error, rtol=1e-9
     )
-    assert found.norm == pytest.approx(exact.norm, rel=1e-12)
-    assert misses(found, exact)[0] == 0
-    # Limits that hold because they say nothing would be no limits.
-    for name, one in found.dimensions.items():
-        assert one.high - one.low <= 0.1 * 400, (construction, name)
+    assert approximate.norm == pytest.approx(exact.norm, rel=1e-12)
+    assert misses(approximate, exact)[0] == 0
+    # Limits that are wide enough hold always: these are narrow.
+    for name, limits in approximate.dimensions.items():
+        assert limits.high - limits.low <= 0.1 * 400, (construction, name)
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_limits_hold_where_few_steps_know_little(construction: str) -> None:
     """The limit of a dimension is not decided where its estimate is: there brackets can be narrow."""
-    made = table(made_up(400, 1, contexts=2500), construction, least=LEAST)
-    exact = spectrum(made)
+    made, exact = exact_of(construction)
     for seed in range(3):
         assert misses(spectrum(made, seed=seed, effort=EFFORTS["least"]), exact)[0] == 0
 
@@ -201,17 +195,17 @@ def test_memory_decides_the_method() -> None:
         spectrum(made, memory_bytes=100_000, effort=QUICK)
 
 
-def test_same_seed_same_figures_and_progress_rises() -> None:
-    made = table(made_up(400, 4, contexts=2500), "probability")
-    told: list[tuple[str, float]] = []
-    found = [
-        spectrum(made, seed=7, effort=QUICK, progress=lambda stage, share: told.append((stage, share)))
+def test_the_same_seed_gives_the_same_figures_and_progress_rises() -> None:
+    made, _ = exact_of("probability")
+    events: list[tuple[str, float]] = []
+    first, second = (
+        spectrum(made, seed=7, effort=EFFORTS["least"], progress=lambda *event: events.append(event))
         for _ in range(2)
-    ]
-    assert found[0].relative_error == found[1].relative_error
-    assert found[0].dimensions == found[1].dimensions
-    assert all(0 <= share <= 1 for _, share in told)
-    assert {stage.split(": ")[1] for stage, _ in told} == {"leading values", "tail"}
+    )
+    assert first.relative_error == second.relative_error
+    assert first.dimensions == second.dimensions
+    assert all(0 <= share <= 1 for _, share in events)
+    assert {stage.split(": ")[1] for stage, _ in events} == {"leading values", "tail"}
 
 
 @settings(max_examples=30)

@@ -30,7 +30,7 @@ def same(one: Table, other: Table) -> None:
     np.testing.assert_allclose(first.dense(), second.dense(), rtol=1e-9, atol=1e-9 * first.scale)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.sampled_from(CONSTRUCTIONS))
 def test_a_table_without_a_block_is_that_of_the_other_text(seed: int, construction: str) -> None:
     contexts, tokens = pairs(seed)

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,12 +117,14 @@ def test_every_token_is_predicted_once(begins: bool, tiny_tokenizer: Any, with_b
     assert found.sizes.shape == (count, 63)
 
 
-@pytest.mark.parametrize("begins", [False, True], ids=["plain", "bos"])
 @pytest.mark.parametrize(
-    "more",
-    [(), ("café", "naïve", "Ærøskøbing"), ("🐚🐚", "日本語", "🧑‍🔬", "é")],
-    ids=["ascii", "accents", "emoji"],
-)
+    ("more", "begins"),
+    [
+        ((), False), (("café", "naïve", "Ærøskøbing"), True), (("🐚🐚", "日本語", "🧑‍🔬", "é"), False),
+        (("🐚🐚", "日本語", "🧑‍🔬", "é"), True),
+    ],
+    ids=["ascii", "accents and bos", "emoji", "emoji and bos"],
+)  # fmt: skip
 def test_sizes_are_the_bytes_of_the_predicted_text(
     more: tuple[str, ...], begins: bool, tiny_tokenizer: Any, with_bos: Any, tmp_path: Path
 ) -> None:
@@ -222,7 +225,7 @@ def test_the_hash_is_of_what_was_used(tiny_tokenizer: Any, tmp_path: Path) -> No
     # A letter of a window that was used, and of one that was not, by one of as many tokens.
     place = words.index(used)
     hashes = {}
-    for shift in range(0, len(words) - 40, 500):
+    for shift in range(0, len(words) - 40, 1500):
         at = (place + shift) % (len(words) - 40)
         path.write_text(words[:at] + words[at : at + 12][::-1] + words[at + 12 :], encoding="utf8")
         again = tokenise(tiny_tokenizer, [path], **options)
@@ -265,32 +268,28 @@ def test_a_lone_surrogate_is_replaced_and_said(tiny_tokenizer: Any, tmp_path: Pa
     assert len(messages) == 1
 
 
-def test_a_text_that_is_too_short_is_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text(prose(200), encoding="utf8")
-    with pytest.raises(FullrankError, match="expected 256 or more: give a longer one") as caught:
-        tokenise(tiny_tokenizer, [path], tokens=7168, window=512, longest=None)
-    total = len(tiny_tokenizer(path.read_text(encoding="utf8"))["input_ids"])
-    assert f"has {total} tokens" in str(caught.value)
+def test_refusals_of_texts(tiny_tokenizer: Any, text: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text(prose(200), encoding="utf8")
+    total = len(tiny_tokenizer(prose(200))["input_ids"])
+    for path, tokens, window, words in (
+        (short, 7168, 512, f"has {total} tokens.*expected 256 or more: give a longer one"),
+        (text, 100, 64, "100 tokens were asked for, expected 256"),
+        (text, 512, 4, "windows of 4 tokens"),
+    ):
+        with pytest.raises(FullrankError, match=words):
+            tokenise(tiny_tokenizer, [path], tokens=tokens, window=window, longest=None)
 
 
-def test_too_few_tokens_and_too_short_windows_are_refused(tiny_tokenizer: Any, text: Path) -> None:
-    with pytest.raises(FullrankError, match="100 tokens were asked for, expected 256"):
-        tokenise(tiny_tokenizer, [text], tokens=100, window=64, longest=None)
-    with pytest.raises(FullrankError, match="windows of 4 tokens"):
-        tokenise(tiny_tokenizer, [text], tokens=512, window=4, longest=None)
-
-
-def test_very_many_tokens_mean_the_whole_text(tiny_tokenizer: Any, text: Path) -> None:
-    found = tokenise(tiny_tokenizer, [text], tokens=10**13, window=64, longest=None)
+def test_very_many_tokens_mean_all_of_the_text(tiny_tokenizer: Any, text: Path) -> None:
+    windows = tokenise(tiny_tokenizer, [text], tokens=10**13, window=64, longest=None)
     total = len(tiny_tokenizer(text.read_text(encoding="utf8"))["input_ids"])
-    assert total - 64 < found.ids.numel() <= total
+    assert total - 64 < windows.ids.numel() <= total
 
 
-def test_the_models_own_limit_bounds_the_window(tiny_tokenizer: Any, with_bos: Any, text: Path) -> None:
+def test_the_models_limit_bounds_the_window(tiny_tokenizer: Any, with_bos: Any, text: Path) -> None:
     for tokenizer in (tiny_tokenizer, with_bos):
-        found = tokenise(tokenizer, [text], tokens=640, window=64, longest=24)
-        assert found.ids.shape[1] == 24
+        assert tokenise(tokenizer, [text], tokens=640, window=64, longest=24).ids.shape[1] == 24
 
 
 def test_the_begin_token_can_be_asked_for_or_left_out(tiny_tokenizer: Any, with_bos: Any, text: Path) -> None:
@@ -310,7 +309,7 @@ def test_the_begin_token_can_be_asked_for_or_left_out(tiny_tokenizer: Any, with_
 # How many windows at once
 
 
-@pytest.mark.parametrize("batch", [1, 3, 5, 64])
+@pytest.mark.parametrize("batch", [3, 64])
 def test_any_number_of_windows_at_once_gives_the_same_files(
     batch: int, llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -356,25 +355,20 @@ def test_a_device_without_memory_gets_half_as_many(
         collect(loaded.model, anatomy, windows, tmp_path / "none", **options)
 
 
-def test_windows_at_once_by_what_fits(llama: tuple[Loaded, Anatomy]) -> None:
+def test_batches_are_as_large_as_memory_allows(
+    llama: tuple[Loaded, Anatomy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = llama[0].model
-    one = 4 * 64 * (8 * model.config.hidden_size + 3 * model.config.intermediate_size)
-    for memory, expected in ((4 * one - 4, 1), (4 * 2 * one, 2), (4 * 100 * one, 4), (0, 1)):
+    window = 4 * 64 * (8 * model.config.hidden_size + 3 * model.config.intermediate_size)
+    for memory, expected in ((4 * window - 4, 1), (8 * window, 2), (400 * window, 4), (0, 1)):
         assert batch_size.chosen(model, 64, memory) == expected
     assert batch_size.chosen(model, 64, 0, 9) == 9
-
-
-def test_windows_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Large:
-        device, dtype = torch.device("cuda:1"), torch.bfloat16
-
-        class config:
-            hidden_size, intermediate_size = 4096, 14336
-
-    one = 2 * 512 * (8 * 4096 + 3 * 14336)
-    for free, expected in ((2 * 7 * one + 1, 7), (10**12, 64), (one, 1)):
+    config = SimpleNamespace(hidden_size=4096, intermediate_size=14336)
+    large = SimpleNamespace(device=torch.device("cuda:1"), dtype=torch.bfloat16, config=config)
+    window = 2 * 512 * (8 * 4096 + 3 * 14336)
+    for free, expected in ((2 * 7 * window + 1, 7), (10**12, 64), (window, 1)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
-        assert batch_size.chosen(Large(), 512, 1) == expected
+        assert batch_size.chosen(large, 512, 1) == expected
 
 
 # Windows to states
@@ -423,27 +417,25 @@ def test_blocks_of_text_stay_inside_windows(
     assert int(torch.bincount(found.blocks).max()) <= BLOCK
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bloom", "mpt", "mamba", "gemma2", "opt"])
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "mpt", "mamba", "gemma2"])
 def test_all_layers_of_other_families_are_seen(
     family: str, tiny_checkpoint: Build, windows: Windows, tmp_path: Path
 ) -> None:
     loaded = load(tiny_checkpoint(family))
-    found = collect(loaded.model, examine(loaded), windows, tmp_path, memory=MEMORY)
-    assert found.layer_names == ("embedding", "block 1", "block 2", "output")
-    assert bool((found.layers.norm(dim=2) > 0).all())
+    result = collect(loaded.model, examine(loaded), windows, tmp_path, memory=MEMORY)
+    assert result.layer_names == ("embedding", "block 1", "block 2", "output")
+    assert bool((result.layers.norm(dim=2) > 0).all())
 
 
 def test_a_projection_before_the_matrix(tiny_checkpoint: Build, windows: Windows, tmp_path: Path) -> None:
     loaded = load(tiny_checkpoint("opt", word_embed_proj_dim=16))
-    found = collect(loaded.model, examine(loaded), windows, tmp_path, memory=MEMORY)
-    assert found.hidden.shape[1] == 16
-    assert found.layers.shape[2] == 32
-    assert found.layer_names == ("embedding", "block 1", "block 2")
-    assert len(found.layers) == 3
-    assert bool((found.layers.norm(dim=2) > 0).all())
+    result = collect(loaded.model, examine(loaded), windows, tmp_path, memory=MEMORY)
+    assert (result.hidden.shape[1], result.layers.shape[::2]) == (16, (3, 32))
+    assert result.layer_names == ("embedding", "block 1", "block 2")
+    assert bool((result.layers.norm(dim=2) > 0).all())
     with torch.no_grad():
-        own = loaded.model(input_ids=windows.ids, output_hidden_states=True).hidden_states[-1]
-    torch.testing.assert_close(found.hidden, own[:, :-1].flatten(0, 1), rtol=1e-5, atol=1e-6)
+        states = loaded.model(input_ids=windows.ids, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(result.hidden, states[:, :-1].flatten(0, 1), rtol=1e-5, atol=1e-6)
 
 
 def test_the_output_matrix_is_never_multiplied(
@@ -461,39 +453,33 @@ def test_the_output_matrix_is_never_multiplied(
         loaded.model(input_ids=windows.ids[:1])
 
 
-def test_a_token_without_a_row_is_refused(
-    llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path
+def test_refusals_of_models(
+    llama: tuple[Loaded, Anatomy], tiny_checkpoint: Build, windows: Windows, tmp_path: Path
 ) -> None:
     loaded, anatomy = llama
-    windows.ids[3, 5] = 300
-    with pytest.raises(FullrankError, match=r"token 300, but the output matrix has 300 rows"):
-        collect(loaded.model, anatomy, windows, tmp_path / "states", memory=MEMORY)
-    assert not (tmp_path / "states").exists()
-
-
-def test_too_little_memory_is_refused(
-    llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path
-) -> None:
-    loaded, anatomy = llama
+    where = tmp_path / "states"
     states = 4 * 10 * 63 * 32
     with pytest.raises(FullrankError, match="--memory"):
-        collect(loaded.model, anatomy, windows, tmp_path / "states", memory=states)
-    assert not (tmp_path / "states").exists()
+        collect(loaded.model, anatomy, windows, where, memory=states)
+    assert not where.exists()
     # Short of memory, fewer positions are sampled before the run is refused.
-    found = collect(loaded.model, anatomy, windows, tmp_path / "states", memory=2 * states)
-    assert found.layers.numel() * 4 <= states
-    assert found.layers.shape[1] >= 20
-
-
-def test_states_that_are_not_finite_are_refused(
-    tiny_checkpoint: Build, windows: Windows, tmp_path: Path
-) -> None:
-    loaded = load(tiny_checkpoint("llama"))
-    anatomy = examine(loaded)
+    result = collect(loaded.model, anatomy, windows, where, memory=2 * states)
+    assert result.layers.numel() * 4 <= states
+    assert result.layers.shape[1] >= 20
+    broken = load(tiny_checkpoint("llama"))
+    broken_anatomy = examine(broken)
     with torch.no_grad():
-        loaded.model.get_input_embeddings().weight[windows.ids[9, 3]] = float("nan")
+        broken.model.get_input_embeddings().weight[windows.ids[9, 3]] = float("nan")
     with pytest.raises(FullrankError, match="--dtype float32"):
-        collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY)
+        collect(broken.model, broken_anatomy, windows, tmp_path / "broken", memory=MEMORY)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(FullrankError, match="cannot be kept"):
+        collect(loaded.model, anatomy, windows, tmp_path / "file", memory=MEMORY)
+    assert (tmp_path / "file").read_text() == "in the way"
+    windows.ids[3, 5] = 300
+    with pytest.raises(FullrankError, match=r"token 300, but the output matrix has 300 rows"):
+        collect(loaded.model, anatomy, windows, tmp_path / "absent", memory=MEMORY)
+    assert not (tmp_path / "absent").exists()
 
 
 # States to files and back
@@ -514,46 +500,37 @@ def test_a_second_run_reads_and_does_not_run(
     assert same(first, second)
 
 
-def spoil_cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
+def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    """A file whose tensors were changed in place."""
+
+    def rewrite(file: Path) -> None:
+        tensors = {name: value.clone() for name, value in load_file(file).items()}
+        change(tensors)
+        save_file(tensors, file)
+
+    return rewrite
 
 
-def spoil_empty(file: Path) -> None:
-    file.write_bytes(b"")
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-100]),
+    "empty": lambda file: file.write_bytes(b""),
+    "shape": rewritten(lambda tensors: tensors.update(hidden=tensors["hidden"][:, :-1].clone())),
+    "name": rewritten(lambda tensors: tensors.pop("layers")),
+    "value": rewritten(lambda tensors: tensors["hidden"][1, 2, 3].fill_(float("nan"))),
+    "missing": Path.unlink,
+}
 
 
-def spoil_shape(file: Path) -> None:
-    found = load_file(file)
-    save_file({"hidden": found["hidden"][:, :-1].clone(), "layers": found["layers"].clone()}, file)
-
-
-def spoil_name(file: Path) -> None:
-    save_file({"hidden": load_file(file)["hidden"].clone()}, file)
-
-
-def spoil_value(file: Path) -> None:
-    found = {name: value.clone() for name, value in load_file(file).items()}
-    found["hidden"][1, 2, 3] = float("nan")
-    save_file(found, file)
-
-
-def spoil_away(file: Path) -> None:
-    file.unlink()
-
-
-@pytest.mark.parametrize(
-    "spoil", [spoil_cut, spoil_empty, spoil_shape, spoil_name, spoil_value, spoil_away],
-    ids=lambda function: function.__name__,
-)  # fmt: skip
-def test_a_spoiled_file_is_made_again(
-    spoil: Callable[[Path], None], llama: tuple[Loaded, Anatomy], windows: Windows,
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_made_again(
+    damage: str, llama: tuple[Loaded, Anatomy], windows: Windows,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     loaded, anatomy = llama
     first = collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY)
     file = sorted(tmp_path.rglob("*.safetensors"))[1]
     content = file.read_bytes()
-    spoil(file)
+    DAMAGE[damage](file)
     calls = Calls(monkeypatch)
     second = collect(loaded.model, anatomy, windows, tmp_path, memory=MEMORY)
     assert calls.count == 1
@@ -625,12 +602,3 @@ def test_a_full_disk_leaves_no_part_of_a_file(
         collect(llama[0].model, llama[1], windows, tmp_path, memory=MEMORY)
     assert "choose another --out" in str(caught.value)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def test_a_file_where_the_directory_should_be(
-    llama: tuple[Loaded, Anatomy], windows: Windows, tmp_path: Path
-) -> None:
-    (tmp_path / "states").write_text("in the way")
-    with pytest.raises(FullrankError, match="cannot be kept"):
-        collect(llama[0].model, llama[1], windows, tmp_path / "states", memory=MEMORY)
-    assert (tmp_path / "states").read_text() == "in the way"
