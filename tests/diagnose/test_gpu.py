@@ -13,10 +13,7 @@ from fullrank.diagnose.diagnosis import run
 from fullrank.diagnose.settings import Settings
 from fullrank.results import Diagnosis
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])

@@ -318,6 +318,7 @@ def test_a_model_trained_with_another_normaliser_is_told_so(tiny_checkpoint: Bui
 
 def test_short_windows_have_few_sets(tiny_checkpoint: Build) -> None:
     found = measured(tiny(tiny_checkpoint, "llama"), length=8)
+    assert found == measured(tiny(tiny_checkpoint, "llama"), length=8)
     assert {one.size for one in found.by_size} == {1, 2, 5}
     assert found.reference_size == 5
     shortest = measured(tiny(tiny_checkpoint, "llama"), length=4)

@@ -66,22 +66,64 @@ def test_heads_of_known_rank_as_they_are_stored(dtype, rank, bias):
     assert found.gap_rank == found.least_rank
 
 
-def test_the_row_space_of_a_short_matrix_with_uneven_columns():
-    # The states have nothing in the rows' space: only the right basis says so.
+def uneven():
+    """Rows in 7 directions with uneven columns, an orthonormal basis of these, and states outside of them."""
     weight = gaussian(500, 7) @ gaussian(7, 24, seed=1) * torch.logspace(0, 3, 24, dtype=torch.float64)
     rows = torch.linalg.qr(weight.float().double().T @ gaussian(500, 7, seed=2)).Q
     states = gaussian(200, 24, seed=3)
-    outside = states - states @ rows @ rows.T
-    assert ask(outside, layer(weight)).least_rank == 0
-    assert ask(outside + states[:, :1] * rows[:, 2], layer(weight)).least_rank == 1
+    return weight, rows, states - states @ rows @ rows.T
 
 
-def test_a_matrix_without_its_last_direction():
-    # Condition 1e7 beside an exact zero: a Gram matrix could not tell them apart.
-    values = torch.cat([torch.logspace(0, -7, 15, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
-    weight = OutputLayer(weight=with_spectrum(400, values), tokens=400)
-    found = logprob_rank(gaussian(100, 16), weight, storage="float64")
-    assert found.least_rank == 15
+UNEVEN, ROWS, OUTSIDE = uneven()
+STATES = gaussian(100, 16, seed=1)
+WIDE = gaussian(300, 48, seed=1)
+SHORT = gaussian(500, 6) @ gaussian(6, 16, seed=1)
+STEEP = with_spectrum(1000, torch.logspace(0, -5, 64, dtype=torch.float64))
+STEEP_STATES = with_spectrum(500, torch.logspace(0, -4, 64, dtype=torch.float64), seed=7)
+MEAN_ROW = 1000 * gaussian(48, seed=5)
+FLAT = gaussian(800, 9) @ gaussian(9, 48, seed=2)
+PADDED = torch.cat([gaussian(300, 5) @ gaussian(5, 24, seed=1), 3 * gaussian(50, 24, seed=2)])
+MASK = torch.cat([torch.zeros(300), torch.full((50,), -1e4)])
+HALF_STATES = (gaussian(300, 6) @ gaussian(6, 32, seed=1)).bfloat16()
+
+RANKS = {
+    # Only the basis of the rows tells that these states have nothing in their space.
+    "outside of uneven rows": (OUTSIDE, layer(UNEVEN), {}, 0),
+    "one direction of uneven rows": (OUTSIDE + OUTSIDE[:, :1] * ROWS[:, 2], layer(UNEVEN), {}, 1),
+    # A constant is a shift.
+    **{f"bias {size}": (STATES, layer(gaussian(777, 16), torch.full((777,), size)), {}, 16)
+       for size in (0.0, 0.1, -3.3, 1e4)},
+    **{f"bias of size {size}": (STATES, layer(gaussian(500, 16), size * (5 + gaussian(500, seed=2))), {}, 17)
+       for size in (1e-3, 1.0, 1e3)},
+    # b = W β: the column space of [W, b] is that of W.
+    "bias in the columns": (STATES, layer(SHORT, SHORT @ gaussian(16, seed=2)), {}, 6),
+    "huge mean state": (WIDE + 100 * gaussian(48, seed=4), layer(gaussian(800, 48, seed=1)), {}, 48),
+    # The mean row is a dimension of the matrix and none of the log-probabilities.
+    "huge mean row": (WIDE, layer(gaussian(800, 48) + MEAN_ROW), {}, 48),
+    "short and huge mean row": (WIDE, layer(FLAT + MEAN_ROW), {}, 9),
+    "steep matrix": (gaussian(500, 64), layer(STEEP), {}, 64),
+    "steep states": (STEEP_STATES, layer(gaussian(1000, 64)), {}, 64),
+    "steep states and matrix": (STEEP_STATES, layer(STEEP), {}, 64),
+    "half precision": (HALF_STATES, layer(gaussian(400, 32, seed=2)), {"dtype": torch.bfloat16}, 6),
+    "as if exact": (HALF_STATES, layer(gaussian(400, 32, seed=2)), {"dtype": torch.float32}, 32),
+    "padding": (gaussian(100, 24, seed=3), layer(PADDED, tokens=300), {}, 5),
+    "padding as tokens": (gaussian(100, 24, seed=3), layer(PADDED), {}, 24),
+    # A bias that masks the padding is no dimension either.
+    "masked padding": (gaussian(100, 24, seed=3), layer(PADDED, MASK, tokens=300), {}, 5),
+    "soft cap far away": (gaussian(200, 8), layer(gaussian(300, 8) / 10, pointwise=Softcap(1e4)), {}, 8),
+    "equal rows": (gaussian(50, 6), layer(torch.ones(40, 6)), {}, 0),
+    "zero states": (torch.zeros(50, 6), layer(gaussian(40, 6)), {}, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_known_ranks(name):
+    states, output, options, rank = RANKS[name]
+    assert ask(states, output, **options).least_rank == rank
+
+
+def test_the_dtype_of_the_states_is_their_precision():
+    assert logprob_rank(HALF_STATES, layer(gaussian(400, 32, seed=2))).least_rank == 6
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -124,70 +166,6 @@ def test_vocabularies_no_larger_than_the_width(V, bias):
     assert found.least_rank == found.ceiling == min(V - 1, 40 + bias)
 
 
-def test_a_huge_mean_row_neither_hides_nor_makes_rank():
-    V, D = 800, 48
-    mean = 1000 * gaussian(D, seed=5)
-    states = gaussian(300, D, seed=1)
-    assert ask(states, layer(gaussian(V, D) + mean)).least_rank == D
-    short = gaussian(V, 9) @ gaussian(9, D, seed=2)
-    found = ask(states, layer(short + mean))
-    assert found.least_rank == 9
-    # The mean is one dimension of the matrix and none of the log-probabilities.
-    centred = (short + mean).float().double()
-    assert torch.linalg.matrix_rank(centred, rtol=1e-6) == 10
-
-
-def test_a_huge_mean_state_is_one_dimension_like_any_other():
-    found = ask(gaussian(300, 48) + 100 * gaussian(48, seed=4), layer(gaussian(800, 48, seed=1)))
-    assert found.least_rank == 48
-
-
-def test_ill_conditioned_matrices_and_states_have_their_true_rank():
-    D = 64
-    weight = with_spectrum(1000, torch.logspace(0, -5, D, dtype=torch.float64))
-    states = with_spectrum(500, torch.logspace(0, -4, D, dtype=torch.float64), seed=7)
-    assert ask(gaussian(500, D), layer(weight)).least_rank == D
-    assert ask(states, layer(gaussian(1000, D))).least_rank == D
-    assert ask(states, layer(weight)).least_rank == D
-
-
-def test_half_precision_states_are_judged_by_their_own_rounding():
-    states = (gaussian(300, 6) @ gaussian(6, 32, seed=1)).bfloat16()
-    output = layer(gaussian(400, 32, seed=2))
-    assert ask(states, output, dtype=torch.bfloat16).least_rank == 6
-    assert ask(states, output, dtype=torch.float32).least_rank == 32
-    assert logprob_rank(states, output).least_rank == 6
-
-
-def test_rows_of_padding_are_ignored():
-    V, D = 300, 24
-    weight = torch.cat([gaussian(V, 5) @ gaussian(5, D, seed=1), 3 * gaussian(50, D, seed=2)])
-    assert ask(gaussian(100, D, seed=3), layer(weight, tokens=V)).least_rank == 5
-    assert ask(gaussian(100, D, seed=3), layer(weight)).least_rank == D
-    # A bias that masks the padding is no dimension either.
-    masked = torch.cat([torch.zeros(V), torch.full((50,), -1e4)])
-    assert ask(gaussian(100, D, seed=3), layer(weight, masked, tokens=V)).least_rank == 5
-
-
-@pytest.mark.parametrize("value", [0.0, 0.1, -3.3, 1e4])
-def test_a_constant_bias_is_a_shift_and_adds_nothing(value):
-    output = layer(gaussian(777, 16), torch.full((777,), value))
-    assert ask(gaussian(100, 16, seed=1), output).least_rank == 16
-
-
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
-def test_a_bias_of_any_size_adds_one(size):
-    output = layer(gaussian(500, 16), size * gaussian(500, seed=2) + 5 * size)
-    assert ask(gaussian(100, 16, seed=1), output).least_rank == 17
-
-
-def test_a_bias_that_the_matrix_already_makes_adds_nothing_to_short_matrices():
-    # b = W β: the column space of [W, b] is that of W.
-    weight = gaussian(500, 6) @ gaussian(6, 16, seed=1)
-    output = layer(weight, weight @ gaussian(16, seed=2))
-    assert ask(gaussian(100, 16, seed=3), output).least_rank == 6
-
-
 @options(max_examples=60)
 @given(
     N=some.integers(2, 30),
@@ -216,10 +194,7 @@ def test_the_answer_is_that_of_the_full_table(N, V, D, rank, confined, bias, pad
 
 @options(max_examples=25)
 @given(
-    scale=some.floats(1e-3, 1e3),
-    bias=some.booleans(),
-    rank=some.integers(1, 10),
-    seed=some.integers(0, 1000),
+    scale=some.floats(1e-3, 1e3), bias=some.booleans(), rank=some.integers(1, 10), seed=some.integers(0, 1000)
 )
 def test_scale_rotation_and_order_do_not_matter(scale, bias, rank, seed):
     V, D = 60, 10
@@ -244,11 +219,6 @@ def test_a_soft_cap_breaks_the_ceiling_of_the_width():
     assert ask(gaussian(200, 8, seed=1), layer(2 * gaussian(300, 8))).least_rank == 8
 
 
-def test_a_soft_cap_far_away_bends_nothing_that_can_be_seen():
-    output = layer(0.1 * gaussian(300, 8), pointwise=Softcap(1e4))
-    assert ask(gaussian(200, 8, seed=1), output).least_rank == 8
-
-
 def test_large_samples_of_a_capped_head_are_cut(monkeypatch):
     from fullrank.diagnose.questions import logprob_rank as module
 
@@ -265,15 +235,6 @@ def test_figures_are_finite_and_the_floor_is_in_their_units():
     assert 0 < found.noise_floor < found.singular_values[found.least_rank - 1]
     assert math.isfinite(found.gap)
     assert found.gap > 100
-
-
-def test_a_matrix_of_equal_rows_says_nothing():
-    found = ask(gaussian(50, 6), layer(torch.ones(40, 6)))
-    assert found.least_rank == found.gap_rank == 0
-
-
-def test_states_of_zero_say_nothing_without_a_bias():
-    assert ask(torch.zeros(50, 6), layer(gaussian(40, 6))).least_rank == 0
 
 
 def test_one_state_is_refused():

@@ -43,10 +43,7 @@ def test_the_standard_error_is_that_of_the_interval():
     assert reach == pytest.approx(found.standard_error * stats.t.ppf(0.975, 4))
 
 
-@given(
-    positions=some.lists(some.integers(0, 600), min_size=1, max_size=80),
-    seed=some.integers(0, 100),
-)
+@given(positions=some.lists(some.integers(0, 600), min_size=1, max_size=80), seed=some.integers(0, 100))
 def test_bins_of_positions_cover_every_token_once(positions, seed):
     places = torch.tensor(positions)
     losses = torch.randn(len(places), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

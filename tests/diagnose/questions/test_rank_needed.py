@@ -15,7 +15,6 @@ from fullrank.diagnose.questions.rank_needed import (
     crossing,
     knee,
     narrow_head,
-    narrowed,
     rank_needed,
     ranks_to_refit,
     truncation,
@@ -159,25 +158,6 @@ def test_the_truncation_is_the_nearest_matrix_in_the_metric_of_the_states(V, D, 
             inner = torch.linalg.pinv(basis.T @ moment @ basis)
             assert distance(centred @ moment @ basis @ inner @ basis.T) >= best - 1e-8 * whole
             assert distance(centred @ basis @ basis.T) >= best - 1e-8 * whole
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_narrow_layer_is_the_truncated_matrix(bias):
-    output = layer(gaussian(90, 14) + 2, bias=gaussian(90, seed=1) if bias else None)
-    hidden = gaussian(300, 14, seed=2) * torch.logspace(0, -2, 14)
-    factors = truncation(output, hidden)
-    for rank in (1, 5, 13, 14):
-        narrow, down = narrowed(output, factors, rank)
-        assert narrow.weight.shape == (90, rank)
-        torch.testing.assert_close(down.T @ down, torch.eye(rank), rtol=1e-5, atol=1e-5)
-        projection = (factors[0][:, :rank] @ factors[1][:rank]).float()
-        torch.testing.assert_close(narrow.weight @ down.T, output.weight @ projection, rtol=1e-3, atol=2e-3)
-        targets = torch.arange(90).repeat(4)[:300]
-        full = layer(output.weight @ projection, bias=output.bias)
-        torch.testing.assert_close(
-            narrow.losses(hidden @ down, targets), full.losses(hidden, targets), rtol=1e-3, atol=1e-3
-        )
-    torch.testing.assert_close(projection, torch.eye(14), rtol=1e-5, atol=1e-5)
 
 
 def test_a_projection_is_a_projection():
