@@ -35,6 +35,12 @@ def text_of(seed: int, words: int, types: int) -> str:
     return " ".join(found)
 
 
+def written(folder: Path, content: str) -> Path:
+    path = folder / "a.txt"
+    path.write_text(content)
+    return path
+
+
 def settings_of(cache: Path, **options: Any) -> Settings:
     return Settings(**{"tokenizer": "words", "order": 3, "workers": 1, "cache": cache, **options})
 
@@ -58,8 +64,7 @@ def smallest(values: np.ndarray, bound: float) -> int:
 
 
 def test_dimensions_are_those_of_a_dense_svd(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text(text_of(0, 3000, 60))
+    path = written(tmp_path, text_of(0, 3000, 60))
     record = dimension([path], settings_of(tmp_path / "cache"), Measure(interval=False, null=False, least=4))
     counts, vocabulary = dense(path.read_text(), 3)
     totals = counts.sum(axis=1, keepdims=True)
@@ -86,8 +91,7 @@ def test_dimensions_are_those_of_a_dense_svd(tmp_path: Path) -> None:
 
 
 def test_intervals_and_null_are_in_the_record(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text(text_of(1, 2000, 30))
+    path = written(tmp_path, text_of(1, 2000, 30))
     measure = Measure(constructions=("probability",))
     record = dimension([path], settings_of(tmp_path / "cache", blocks=8), measure)
     (curve,) = record.curves
@@ -103,8 +107,7 @@ def test_intervals_and_null_are_in_the_record(tmp_path: Path) -> None:
 
 
 def test_a_finished_curve_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text(text_of(2, 800, 20))
+    path = written(tmp_path, text_of(2, 800, 20))
     first = dimension([path], settings_of(tmp_path / "cache"), PLAIN)
     monkeypatch.setattr(module, "spectrum", lambda *_, **__: pytest.fail("measured again"))
     assert dimension([path], settings_of(tmp_path / "cache"), PLAIN).curves == first.curves
@@ -113,8 +116,7 @@ def test_a_finished_curve_is_not_made_again(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_one_repeated_token_needs_one_dimension(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("a" * 3000)
+    path = written(tmp_path, "a" * 3000)
     record = dimension([path], settings_of(tmp_path / "cache", tokenizer="bytes"), Measure(interval=False))
     curves = {curve.construction: curve for curve in record.curves}
     for name in ("probability", "weighted", "frequent"):
@@ -122,21 +124,18 @@ def test_one_repeated_token_needs_one_dimension(tmp_path: Path) -> None:
 
 
 def test_a_corpus_without_frequent_contexts_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text(" ".join(f"w{number}" for number in range(200)))
+    path = written(tmp_path, " ".join(f"w{number}" for number in range(200)))
     both = Measure(constructions=("probability", "frequent"), interval=False, null=False)
     record = dimension([path], settings_of(tmp_path / "cache"), both)
     assert [curve.construction for curve in record.curves] == ["probability"]
     assert any("No context was seen 5 times" in note for note in record.notes)
-    with pytest.raises(FullrankError, match="No context was seen 5 times"):
-        dimension(
-            [path], settings_of(tmp_path / "cache"), Measure(constructions=("frequent",), interval=False)
-        )
-
-
-def test_unknown_constructions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FullrankError, match=r"--constructions has magic"):
-        dimension([tmp_path], settings_of(tmp_path / "cache"), Measure(constructions=("magic",)))
+    for construction, words in (
+        ("frequent", "No context was seen 5 times"),
+        ("magic", "--constructions has"),
+    ):
+        measure = Measure(constructions=(construction,), interval=False)
+        with pytest.raises(FullrankError, match=words):
+            dimension([path], settings_of(tmp_path / "cache"), measure)
 
 
 SCRIPT = """

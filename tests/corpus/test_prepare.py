@@ -150,6 +150,8 @@ def test_a_context_may_reach_over_several_blocks(tmp_path: Path) -> None:
     _, counts, blocks = made([path], tmp_path / "cache", blocks=20)
     assert rows_of(counts, words_of(tmp_path / "cache")) == oracle([ids_of(path.read_text())], 5)
     assert len(set(blocks.block.tolist())) > 2
+    _, counts, _ = made([written(tmp_path, "a" * 5000)], tmp_path / "cache", tokenizer="bytes")
+    assert (counts.contexts, counts.next.tolist(), counts.count.tolist()) == (1, [ord("a")], [4996])
 
 
 def test_blocks_are_stretches_of_whole_documents(tmp_path: Path) -> None:
@@ -185,12 +187,6 @@ def test_several_processes_count_the_same(
     assert same(one, two)
 
 
-def test_one_repeated_token_is_one_context(tmp_path: Path) -> None:
-    path = written(tmp_path, "a" * 5000)
-    _, counts, _ = made([path], tmp_path / "cache", tokenizer="bytes")
-    assert (counts.contexts, counts.next.tolist(), counts.count.tolist()) == (1, [ord("a")], [4996])
-
-
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
@@ -206,9 +202,7 @@ def test_one_repeated_token_is_one_context(tmp_path: Path) -> None:
         ("a b c", {"resources": Resources(memory=1 << 20)}, "--memory is 1 MiB"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(
-    tmp_path: Path, content: str, options: dict[str, Any], message: str
-) -> None:
+def test_refusals(tmp_path: Path, content: str, options: dict[str, Any], message: str) -> None:
     path = written(tmp_path, content)
     with pytest.raises(FullrankError, match=message):
         made([path], tmp_path / "cache", **options)
@@ -340,8 +334,18 @@ def test_windows_are_removed_when_they_are_counted(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").glob("windows-*/*.parquet"))
 
 
-def test_a_tokenizer_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_fails_and_an_engine_that_is_missing_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path, text_of(9, 500))
+    finds = engines.importlib.util.find_spec
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            engines.importlib.util, "find_spec", lambda name: None if name == "pyspark" else finds(name)
+        )
+        with pytest.raises(FullrankError, match=r"pyspark: pip install 'fullrank\[corpus,spark\]'"):
+            made([path], tmp_path / "cache", resources=Resources(engine="spark"))
+    assert not (tmp_path / "cache").exists()
 
     def stream(*_: Any, **__: Any) -> Any:
         raise Exception("a panic in the library")
@@ -351,30 +355,12 @@ def test_a_tokenizer_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         made([path], tmp_path / "cache", tokenizer="bytes")
 
 
-def test_an_engine_that_is_not_installed_is_said_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written(tmp_path, text_of(10, 500))
-    monkeypatch.setattr(
-        engines.importlib.util, "find_spec", lambda name: None if name == "pyspark" else object()
-    )
-    with pytest.raises(FullrankError, match=r"pyspark: pip install 'fullrank\[corpus,spark\]'"):
-        made([path], tmp_path / "cache", resources=Resources(engine="spark"))
-    assert not (tmp_path / "cache").exists()
-
-
 def test_progress_goes_forward(tmp_path: Path) -> None:
     path = written(tmp_path, text_of(11, 5000))
-    heard: list[tuple[str, float]] = []
-    prepare.prepare(
-        [path],
-        Settings(cache=tmp_path / "cache", tokenizer="words", workers=1),
-        progress=lambda label, share: heard.append((label.split(":")[0], share)),
-    )
-    assert list(dict.fromkeys(label for label, _ in heard)) == [
-        "reading", "collecting words", "tokenising", "counting",
-    ]  # fmt: skip
-    for stage in {label for label, _ in heard}:
-        shares = [share for label, share in heard if label == stage]
+    settings = Settings(cache=tmp_path / "cache", tokenizer="words", workers=1)
+    events: dict[str, list[float]] = defaultdict(list)
+    prepare.prepare([path], settings, progress=lambda label, share: events[label.split(":")[0]].append(share))
+    assert len(events) == 4
+    for shares in events.values():
         assert shares == sorted(shares)
         assert shares[-1] == pytest.approx(1.0, abs=0.01)

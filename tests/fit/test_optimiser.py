@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -107,44 +106,34 @@ def test_muon_takes_hidden_matrices_and_moves_each_by_an_orthogonal_step() -> No
             assert moved.abs() == pytest.approx(torch.full_like(moved, 0.1), rel=1e-3)
 
 
-def test_muons_state_is_saved_and_loaded_as_one_optimisers() -> None:
-    made = model()
+def test_muon_resumes_from_its_state_and_obeys_the_rate_after_it() -> None:
+    network = model()
     settings = OptimiserConfig(name="muon", lr=0.1)
 
-    def step(update: torch.optim.Optimizer, seed: int) -> None:
+    def step(update: torch.optim.Optimizer, seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        for one in made.parameters():
-            one.grad = torch.randn(one.shape, generator=generator)
+        for parameter in network.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
         update.step()
+        return copy.deepcopy(network.state_dict())
 
-    update = optimiser.make(made, settings, CPU)
-    step(update, 0)
-    kept, weights = copy.deepcopy(update.state), copy.deepcopy(made.state_dict())
-    step(update, 1)
-    after = copy.deepcopy(made.state_dict())
-    made.load_state_dict(weights)
-    again = optimiser.make(made, settings, CPU)
-    for (_, values), parameter in zip(kept.items(), update.state, strict=True):
-        again.state[parameter] = values
-    step(again, 1)
-    assert all(torch.equal(one, after[name]) for name, one in made.state_dict().items())
-
-
-def test_muon_obeys_the_rate_after_a_state_was_loaded() -> None:
-    """As accelerate loads one into every optimiser that it prepares."""
-    made = model()
-    update = optimiser.make(made, OptimiserConfig(name="muon", lr=0.1), CPU)
-    update.load_state_dict(update.state_dict())
-    before = copy.deepcopy(made.state_dict())
-    for one in made.parameters():
-        one.grad = torch.ones_like(one)
-    optimiser.set_rate(update, 0.0)
-    update.step()
-    assert all(torch.equal(one, before[name]) for name, one in made.state_dict().items())
-    assert len(update.state) == len(list(made.parameters()))
-    optimiser.set_rate(update, 0.1)
-    update.step()
-    assert not any(torch.equal(one, before[name]) for name, one in made.named_parameters())
+    update = optimiser.make(network, settings, CPU)
+    weights = step(update, 0)
+    state = copy.deepcopy(update.state)
+    after = step(update, 1)
+    network.load_state_dict(weights)
+    resumed = optimiser.make(network, settings, CPU)
+    for values, parameter in zip(state.values(), update.state, strict=True):
+        resumed.state[parameter] = values
+    assert all(torch.equal(value, after[name]) for name, value in step(resumed, 1).items())
+    # accelerate loads a state into every optimiser that it prepares.
+    resumed.load_state_dict(resumed.state_dict())
+    optimiser.set_rate(resumed, 0.0)
+    assert all(torch.equal(value, after[name]) for name, value in step(resumed, 2).items())
+    assert len(resumed.state) == len(list(network.parameters()))
+    optimiser.set_rate(resumed, 0.1)
+    moved = step(resumed, 2)
+    assert not any(torch.equal(moved[name], after[name]) for name, _ in network.named_parameters())
 
 
 def test_the_average_is_torchs_asgd() -> None:
@@ -170,21 +159,18 @@ def test_the_average_is_torchs_asgd() -> None:
     assert average.count == 6
 
 
-def test_the_mean_is_the_mean_and_live_weights_come_back() -> None:
-    made = nn.Linear(2, 2)
-    average = optimiser.Average(made)
-    seen = []
+def test_the_average_is_the_mean_and_live_weights_come_back() -> None:
+    layer = nn.Linear(2, 2)
+    average = optimiser.Average(layer)
     for value in (1.0, 2.0, 6.0):
-        nn.init.constant_(made.weight, value)
-        average.update(made)
-        seen.append(value)
-    before = made.weight.detach().clone()
-    with average.swapped_in(made):
-        assert torch.allclose(made.weight, torch.full((2, 2), math.fsum(seen) / 3))
-    assert torch.equal(made.weight, before)
-    with pytest.raises(RuntimeError, match="halfway"), average.swapped_in(made):
+        nn.init.constant_(layer.weight, value)
+        average.update(layer)
+    with average.swapped_in(layer):
+        assert torch.allclose(layer.weight, torch.full((2, 2), 3.0))
+    assert torch.equal(layer.weight, torch.full((2, 2), 6.0))
+    with pytest.raises(RuntimeError, match="halfway"), average.swapped_in(layer):
         raise RuntimeError("halfway")
-    assert torch.equal(made.weight, before)
+    assert torch.equal(layer.weight, torch.full((2, 2), 6.0))
 
 
 @pytest.mark.parametrize("patience", [0, 1, 5])

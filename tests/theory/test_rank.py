@@ -179,20 +179,6 @@ def test_logits_have_the_least_rank_and_log_probs_one_more(dtype: torch.dtype) -
     assert (ranks.least, ranks.greatest, ranks.own) == (4, 4, 4)
 
 
-def test_expressible_is_exact_and_counts_the_bias() -> None:
-    H, W = factors(40, 30, 5)
-    A = torch.log_softmax(H @ W.T, dim=1)
-    assert expressible(A, 5)
-    assert not expressible(A, 4)
-    # Ones over contexts are not in col(B): the bias has nothing to save.
-    assert not expressible(A, 4, bias=True)
-    H[:, 0] = 1.0
-    A = torch.log_softmax(H @ W.T, dim=1)
-    assert not expressible(A, 4)
-    assert expressible(A, 4, bias=True)
-    assert not expressible(A, 3, bias=True)
-
-
 def with_entry(value: float) -> Tensor:
     A = torch.zeros(3, 4)
     A[1, 2] = value
