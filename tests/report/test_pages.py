@@ -342,7 +342,7 @@ def test_nothing_runs_out_of_its_picture(
 
 
 @pytest.mark.slow(reason="two starts of a browser for rules of a style sheet that all pages share")
-def test_paper_shows_what_is_folded_away(html: str, browse: Callable[..., str]) -> None:
+def test_paper_shows_what_is_folded_away(browse: Callable[..., str]) -> None:
     # The same rules on a screen, because only a screen can be measured.
     script = """<script>
     const shown = [...document.querySelectorAll("details")]
