@@ -164,10 +164,10 @@ def test_tokens_beyond_the_memory_limit_are_stored_in_the_basis(monkeypatch: pyt
 
 def test_training_within_the_basis_finds_what_the_eigenvectors_miss() -> None:
     """From directions that lead nowhere to what the leading ones gain, or more."""
-    setting = split_rows_setting(0.6)
+    setting = split_rows_setting(0.6, windows=70)
     head = student_of(setting.plain, components=2)
     assert isinstance(head, MixtureHead)
-    directions = splitting.search(split_rows_gathered(0.6))
+    directions = splitting.search(splitting.gather(setting, tokens=10_000))
     # The leading ones, of other rows than they were found for.
     wrong = directions.inner.roll(1, dims=1)
     maps, shifts = splitting.in_units(directions.basis, wrong)
