@@ -37,11 +37,19 @@ def prose(characters: int, seed: int = 0, more: tuple[str, ...] = ()) -> str:
     return " ".join(words)[:characters]
 
 
+def written(folder: Path, words: str, name: str = "text.txt") -> Path:
+    path = folder / name
+    path.write_text(words, encoding="utf8")
+    return path
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "prose.txt"
-    path.write_text(prose(6000), encoding="utf8")
-    return path
+    return written(tmp_path_factory.mktemp("text"), prose(6000))
+
+
+def number_of_tokens(tokenizer: Any, path: Path) -> int:
+    return len(tokenizer(path.read_text(encoding="utf8"), add_special_tokens=False)["input_ids"])
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +136,8 @@ def test_every_token_is_predicted_once(begins: bool, tiny_tokenizer: Any, with_b
 def test_sizes_are_the_bytes_of_the_predicted_text(
     more: tuple[str, ...], begins: bool, tiny_tokenizer: Any, with_bos: Any, tmp_path: Path
 ) -> None:
-    path = tmp_path / "text.txt"
     words = prose(5000, more=more)
-    path.write_text(words, encoding="utf8")
+    path = written(tmp_path, words)
     tokenizer = with_bos if begins else tiny_tokenizer
     found = tokenise(tokenizer, [path], tokens=512, window=32, longest=None)
     own = found.ids[:, 1:] if begins else found.ids
@@ -150,9 +157,8 @@ def test_sizes_are_the_bytes_of_the_predicted_text(
 
 
 def test_a_text_used_to_its_end_counts_all_its_bytes(with_bos: Any, tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("🐚 é" * 64, encoding="utf8")
-    count = len(with_bos(path.read_text(encoding="utf8"), add_special_tokens=False)["input_ids"])
+    path = written(tmp_path, "🐚 é" * 64)
+    count = number_of_tokens(with_bos, path)
     assert count % 64 == 0
     found = tokenise(with_bos, [path], tokens=count, window=count // 64 + 1, longest=None)
     assert found.ids[:, 1:].numel() == count
@@ -186,9 +192,7 @@ def test_sizes_without_offsets_sum_to_the_bytes(tiny_tokenizer: Any, text: Path)
 
 
 def test_several_files_are_one_text(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for seed, path in enumerate(files):
-        path.write_text(prose(1500, seed), encoding="utf8")
+    files = [written(tmp_path, prose(1500, seed), name) for seed, name in enumerate(("a.txt", "b.txt"))]
     both = tokenise(tiny_tokenizer, files, tokens=1000, window=64, longest=None, in_order=True)
     assert both.sources == ("a.txt", "b.txt")
     swapped = tokenise(tiny_tokenizer, files[::-1], tokens=1000, window=64, longest=None, in_order=True)
@@ -202,9 +206,7 @@ def test_every_part_of_the_windows_is_of_all_files(
     characters: int, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     """A long first file must not be all that is read, nor fit and judge lie in two files."""
-    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for word, path in zip(("she", "sea"), files, strict=True):
-        path.write_text(f"{word} " * (characters // 4), encoding="utf8")
+    files = [written(tmp_path, f"{word} " * (characters // 4), f"{word}.txt") for word in ("she", "sea")]
     found = tokenise(tiny_tokenizer, files, tokens=2048, window=64, longest=None)
     second = tiny_tokenizer(" sea sea", add_special_tokens=False)["input_ids"][-1]
     of_second = (found.ids == second).any(dim=1)
@@ -215,9 +217,8 @@ def test_every_part_of_the_windows_is_of_all_files(
 
 
 def test_the_hash_is_of_what_was_used(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
     words = prose(30_000)
-    path.write_text(words, encoding="utf8")
+    path = written(tmp_path, words)
     options: dict[str, Any] = {"tokens": 512, "window": 64, "longest": None}
     first = tokenise(tiny_tokenizer, [path], **options)
     used = tiny_tokenizer.decode(first.ids[0].tolist())[8:40]
@@ -227,7 +228,7 @@ def test_the_hash_is_of_what_was_used(tiny_tokenizer: Any, tmp_path: Path) -> No
     hashes = {}
     for shift in range(0, len(words) - 40, 1500):
         at = (place + shift) % (len(words) - 40)
-        path.write_text(words[:at] + words[at : at + 12][::-1] + words[at + 12 :], encoding="utf8")
+        written(tmp_path, words[:at] + words[at : at + 12][::-1] + words[at + 12 :])
         again = tokenise(tiny_tokenizer, [path], **options)
         if torch.equal(again.ids, first.ids):
             hashes[shift] = again.sha256
@@ -246,13 +247,12 @@ def test_the_default_text_is_the_same_every_time(tiny_tokenizer: Any) -> None:
 
 
 def test_a_short_text_gets_shorter_windows(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text(prose(1200), encoding="utf8")
-    found = tokenise(tiny_tokenizer, [path], tokens=7168, window=512, longest=None)
-    total = len(tiny_tokenizer(path.read_text(encoding="utf8"))["input_ids"])
-    assert found.ids.shape[0] >= 8
-    assert found.ids.shape[1] == total // 8
-    assert found.ids.numel() > total - found.ids.shape[1]
+    path = written(tmp_path, prose(1200))
+    windows = tokenise(tiny_tokenizer, [path], tokens=7168, window=512, longest=None)
+    total = number_of_tokens(tiny_tokenizer, path)
+    assert windows.ids.shape[0] >= 8
+    assert windows.ids.shape[1] == total // 8
+    assert windows.ids.numel() > total - windows.ids.shape[1]
 
 
 def test_a_lone_surrogate_is_replaced_and_said(tiny_tokenizer: Any, tmp_path: Path) -> None:
@@ -269,9 +269,8 @@ def test_a_lone_surrogate_is_replaced_and_said(tiny_tokenizer: Any, tmp_path: Pa
 
 
 def test_refusals_of_texts(tiny_tokenizer: Any, text: Path, tmp_path: Path) -> None:
-    short = tmp_path / "short.txt"
-    short.write_text(prose(200), encoding="utf8")
-    total = len(tiny_tokenizer(prose(200))["input_ids"])
+    short = written(tmp_path, prose(200))
+    total = number_of_tokens(tiny_tokenizer, short)
     for path, tokens, window, words in (
         (short, 7168, 512, f"has {total} tokens.*expected 256 or more: give a longer one"),
         (text, 100, 64, "100 tokens were asked for, expected 256"),
@@ -283,7 +282,7 @@ def test_refusals_of_texts(tiny_tokenizer: Any, text: Path, tmp_path: Path) -> N
 
 def test_very_many_tokens_mean_all_of_the_text(tiny_tokenizer: Any, text: Path) -> None:
     windows = tokenise(tiny_tokenizer, [text], tokens=10**13, window=64, longest=None)
-    total = len(tiny_tokenizer(text.read_text(encoding="utf8"))["input_ids"])
+    total = number_of_tokens(tiny_tokenizer, text)
     assert total - 64 < windows.ids.numel() <= total
 
 
@@ -320,8 +319,8 @@ def test_any_number_of_windows_at_once_gives_the_same_files(
     found = collect(loaded.model, anatomy, windows, tmp_path / "other", memory=MEMORY, batch=batch)
     assert calls.count == -(-len(windows.ids) // batch)
     torch.testing.assert_close(found.hidden, usual.hidden, rtol=1e-5, atol=1e-6)
-    names = [{path.relative_to(tmp_path / one) for path in (tmp_path / one).rglob("*.safetensors")}
-             for one in ("usual", "other")]  # fmt: skip
+    names = [{path.relative_to(tmp_path / run) for path in (tmp_path / run).rglob("*.safetensors")}
+             for run in ("usual", "other")]  # fmt: skip
     assert names[0] == names[1]
     assert len(names[0]) == 3
     # A second run believes them, however many windows it would have run at once.
