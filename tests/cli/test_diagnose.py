@@ -557,14 +557,3 @@ def test_training_runs_that_are_refused(trained: Path, tmp_path: Path, capsys: C
     assert main.run(["diagnose", str(trained), "--out", f"{trained}/../{trained.name}"]) == 2
     assert "is the run itself" in capsys.readouterr().err
     assert contents(trained) == before
-
-
-def test_an_interrupted_diagnosis_of_a_run_keeps_what_it_has(
-    trained: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    interrupt(monkeypatch, "spectrum", KeyboardInterrupt())
-    out = tmp_path / "out"
-    assert main.run(["diagnose", str(trained), "--out", str(out), "--device", "cpu"]) == 130
-    record = record_in(out)
-    assert record.loss is not None
-    assert record.spectrum is None

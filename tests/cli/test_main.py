@@ -29,18 +29,6 @@ def tiny(out: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def rung(head: str, kl: float, floor: float = 0.5, width: int = 2) -> LadderRung:
-    return LadderRung(
-        head=head, width=width, components=1, parameters=1, least_rank=1, kl=kl, floor=floor, seconds=1.0
-    )
-
-
-def ladder(*rungs: LadderRung) -> Ladder:
-    return Ladder(
-        contexts=4, vocabulary=4, least_rank=3, small_width=2, steps=1, entropy=1.0, rungs=tuple(rungs)
-    )
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--version"]) == 0
     assert capsys.readouterr().out == f"fullrank {__version__}\n"
@@ -93,13 +81,6 @@ def test_every_command_has_an_example_that_parses(command: type) -> None:
     assert examples
     for example in examples:
         assert main.parse(shlex.split(example)) is not None
-
-
-def test_json_of_a_mistake_says_what_was_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["report", str(tmp_path / "nothing"), "--json"]) == 2
-    found = capsys.readouterr()
-    assert "no results" in json.loads(found.out)["error"]
-    assert found.err.startswith("fullrank: ")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -173,8 +154,10 @@ def test_unknown_flag_and_command_exit_with_two(arguments: list[str]) -> None:
 def test_report_without_results_is_the_users_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.run(["report", str(tmp_path)]) == 2
-    assert "no results" in capsys.readouterr().err
+    assert main.run(["report", str(tmp_path), "--json"]) == 2
+    printed = capsys.readouterr()
+    assert "no results" in json.loads(printed.out)["error"]
+    assert printed.err.startswith("fullrank: no results")
     (tmp_path / "results.json").write_text(json.dumps({"kind": "something"}))
     assert main.run(["report", str(tmp_path)]) == 2
     assert not (tmp_path / "report.html").exists()
@@ -222,13 +205,31 @@ def test_our_own_mistake_shows_its_traceback_on_request(monkeypatch: pytest.Monk
 
 
 def test_findings_are_counted_from_the_record() -> None:
-    record = ladder(rung("softmax", 0.6), rung("softmax", 0.1, 0.0, 4), rung("moc", 0.55), rung("mos", 0.2))
-    _, first, second = findings(record)
-    assert "above" in first
-    assert "0.6000" in first
+    def found(*rungs: tuple[str, float, float, int]) -> list[str]:
+        """By head, KL, floor and width; the small width is 2."""
+        ladder = tuple(
+            LadderRung(
+                head=head,
+                width=width,
+                components=1,
+                parameters=1,
+                least_rank=1,
+                kl=kl,
+                floor=floor,
+                seconds=1,
+            )
+            for head, kl, floor, width in rungs
+        )
+        return findings(
+            Ladder(contexts=4, vocabulary=4, least_rank=3, small_width=2, steps=1, entropy=1.0, rungs=ladder)
+        )
+
+    rungs = ("softmax", 0.6, 0.5, 2), ("softmax", 0.1, 0.0, 4), ("moc", 0.55, 0.5, 2), ("mos", 0.2, 0.5, 2)
+    _, first, second = found(*rungs)
+    assert "above its floor: 0.6000" in first
     assert second.endswith(": mos")
-    _, first, second = findings(ladder(rung("softmax", 0.4), rung("mos", 0.7)))
-    assert "below" in first
+    _, first, second = found(("softmax", 0.4, 0.5, 2), ("mos", 0.7, 0.5, 2))
+    assert "below its floor" in first
     assert second.endswith("none")
 
 

@@ -12,11 +12,22 @@ from tests.studies.test_data_to_text import write
 __all__ = ["word_model", "word_tokenizer"]
 
 
-def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["study", "histalign", "--methods", "trime", "--out", str(tmp_path)]) == 2
-    assert "expected base" in capsys.readouterr().err
-    assert run(["study", "histalign", str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
-    assert "no such path" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--methods trime", "expected base"),
+        ("{place}/none", "no such path"),
+        ("--new-tokens 5", "--new-tokens is no option of --task templates"),
+        ("--task restaurants", "--task restaurants needs --data"),
+        ("--task restaurants --data {place}/none", "devset.csv cannot be read"),
+        ("--task restaurants --data {place} --methods histalign_sum", "expected some of base, softmax"),
+        # An option of the other task would have no effect.
+        ("--task restaurants --data {place} --epochs 5", "--epochs is no option of --task restaurants"),
+    ],
+)
+def test_refusals(words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["study", "histalign", *words.format(place=tmp_path).split(), "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_recorded_study_reads_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,21 +44,6 @@ def test_the_recorded_study_reads_and_prints(capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr().out
     for method in ("base", "cache", "softmax", "trime", "histalign", "mos"):
         assert method in shown
-
-
-def test_the_tasks_of_generated_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["study", "histalign", "--task", "restaurants", "--out", str(tmp_path)]
-    assert run(words) == 2
-    assert "--task restaurants needs --data" in capsys.readouterr().err
-    assert run([*words, "--data", str(tmp_path / "none")]) == 2
-    assert "devset.csv cannot be read" in capsys.readouterr().err
-    assert run([*words, "--data", str(tmp_path), "--methods", "histalign_sum"]) == 2
-    assert "expected some of base, softmax" in capsys.readouterr().err
-    # What only the other task reads would be left out without a word.
-    assert run([*words, "--data", str(tmp_path), "--epochs", "5"]) == 2
-    assert "--epochs is no option of --task restaurants" in capsys.readouterr().err
-    assert run(["study", "histalign", "--new-tokens", "5", "--out", str(tmp_path)]) == 2
-    assert "--new-tokens is no option of --task templates" in capsys.readouterr().err
 
 
 @pytest.mark.slow

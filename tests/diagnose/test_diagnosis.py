@@ -405,18 +405,6 @@ def patch_question(monkeypatch: Patch, name: str, error: BaseException) -> None:
     monkeypatch.setattr(Answers, name, fail)
 
 
-def test_an_interruption_keeps_the_finished_answers(ask: Ask, monkeypatch: Patch) -> None:
-    patch_question(monkeypatch, "anisotropy", KeyboardInterrupt())
-    with pytest.raises(Interrupted) as caught:
-        ask(skip=["better_head"])
-    record = caught.value.record
-    assert record.loss is not None
-    assert record.spectrum is not None
-    unanswered = {"anisotropy", "logprob_rank", "rank_needed", "unreachable", "gradient"}
-    assert reasons(record) == {"better_head": NOT_ASKED, **dict.fromkeys(unanswered, INTERRUPTED)}
-    assert tuple(record.seconds) == ("loss", "spectrum")
-
-
 def test_an_interruption_does_not_lose_earlier_answers(
     ask: Ask, earlier: Earlier, monkeypatch: Patch
 ) -> None:
