@@ -21,7 +21,7 @@ BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
 
 @pytest.fixture
 def pictures() -> None:
-    """For a test whose page is to have its pictures: one a command, and tests/report has the rest."""
+    """For the one test whose page has its pictures; tests/report has those of each kind."""
 
 
 @contextlib.contextmanager

@@ -44,7 +44,6 @@ def test_a_corpus_is_measured_and_written(
     assert "<html" in (out / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("pictures")
 def test_several_corpora_come_into_one_record(text: Path, tmp_path: Path) -> None:
     other = tmp_path / "b.txt"
     other.write_text("a quite different text, with words of its own and no shells in it\n" * 20)

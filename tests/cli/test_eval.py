@@ -146,7 +146,7 @@ def test_dynamic_settings_are_chosen_on_the_validation_split(run: Any, tmp_path:
 )
 def test_refusals(run: Any, tmp_path: Path, flags: list[str], words: list[str]) -> None:
     with pytest.raises(FullrankError) as found:
-        evaluate(parsed(str(tmp_path), *flags, "--device", "cpu"))
+        evaluate(parsed(str(tmp_path), *flags))
     for word in words:
         assert word in str(found.value)
     assert not (tmp_path / "eval").exists()

@@ -93,7 +93,6 @@ def test_a_shell_completes_commands_and_options(shell: str, capsys: pytest.Captu
         assert word.lstrip("-") in script
 
 
-@pytest.mark.usefixtures("pictures")
 def test_demo_writes_results_and_a_page_that_can_be_drawn_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,7 +42,6 @@ def test_one_run_gets_its_page_beside_it(runs: Path) -> None:
     assert "model one" in (runs / "elsewhere" / "page.html").read_text()
 
 
-@pytest.mark.usefixtures("pictures")
 def test_several_runs_get_one_page(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["report", "one", "two/results.json"]) == 0
     assert "comparison.html" in capsys.readouterr().out

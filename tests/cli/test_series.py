@@ -37,7 +37,6 @@ def curves(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("pictures")
 def test_table_results_and_page(curves: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main.run(["series", str(curves), "--out", str(out)]) == 0
