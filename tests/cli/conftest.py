@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.level_curves import few_simulations
+from tests.prose import text
 from tests.tiny_checkpoints import tiny_checkpoint, tiny_tokenizer
 
-__all__ = ["few_simulations", "tiny_checkpoint", "tiny_tokenizer"]
+__all__ = ["few_simulations", "text", "tiny_checkpoint", "tiny_tokenizer"]
 
 BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
 

@@ -27,20 +27,12 @@ from fullrank.errors import FullrankError
 from fullrank.fit import collect
 from fullrank.results import Diagnosis
 from fullrank.results.diagnosis import QUESTIONS
+from tests.prose import WORDS
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
-SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 SMALL = ["--tokens", "512", "--window", "64"]
 FAST = ["--only", "loss", "spectrum"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "prose.txt"
-    draw = random.Random(0)
-    path.write_text(" ".join(draw.choice(SENTENCE.split()) for _ in range(800)), encoding="utf8")
-    return path
 
 
 Run = Callable[..., int]
@@ -511,7 +503,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("trained")
     draw = random.Random(0)
-    lines = [" ".join(draw.choice(SENTENCE.split()) for _ in range(9)) for _ in range(120)]
+    lines = [" ".join(draw.choice(WORDS) for _ in range(9)) for _ in range(120)]
     for split, part in (("train", lines[:60]), ("valid", lines[60:80]), ("test", lines[80:])):
         (path / f"{split}.txt").write_text("\n".join(part) + "\n", encoding="utf8")
     settings = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,18 +27,9 @@ from fullrank.upgrade import run
 from fullrank.upgrade import training as fit
 from tests.cli.conftest import SIZES, blank_pictures, save_with_bytes
 
-SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 SMALL = ["--tokens", "1024", "--window", "64", "--epochs", "2", "--seeds", "2"]
 SHORT = [*SMALL[:4], "--epochs", "1", "--seeds", "1"]
 """Where it does not matter what is learnt."""
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "prose.txt"
-    draw = random.Random(0)
-    path.write_text(" ".join(draw.choice(SENTENCE.split()) for _ in range(800)), encoding="utf8")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import functools
 import gc
 import json
 import math
-import random
 import shutil
 import tempfile
 import weakref
@@ -50,21 +49,12 @@ Ask = Callable[..., Diagnosis]
 Earlier = tuple[Path, Diagnosis]
 Reported = tuple[Diagnosis, list[tuple[str, float]]]
 Patch = pytest.MonkeyPatch
-SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 FAST = ("loss", "spectrum", "gradient")
 FITS = ("rank_needed", "better_head")
 SMALL = Settings(
     tokens=1024, window=64, heads=("mos",), components=2, seeds=1, fit_work=1e9, search_seconds=60.0,
     gradient_tokens=128,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "prose.txt"
-    draw = random.Random(0)
-    path.write_text(" ".join(draw.choice(SENTENCE.split()) for _ in range(1500)), encoding="utf8")
-    return path
 
 
 @pytest.fixture(scope="module")

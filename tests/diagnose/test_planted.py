@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tests.cli.conftest import blank_pictures
 pytestmark = pytest.mark.usefixtures("few_orderings")
 
 Build = Callable[..., Path]
-SENTENCE = "the shells that she sells are sea shells for sure when a model is small and language large"
 CODES = {
     "rank_deficient_head", "rank_deficient_logprobs", "unreachable_tokens", "collapsed_layer",
     "outlier_dimension",
@@ -49,16 +47,12 @@ Diagnose = Callable[..., Found]
 
 @pytest.fixture(scope="module")
 def diagnosed(
-    tiny_checkpoint: Build, few_orderings: None, tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Build, few_orderings: None, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Diagnose:
     """diagnosed(family, plant, questions): a model with what `plant` does to it, by the command line."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from fullrank.models.loading import quiet
-
-    text = tmp_path_factory.mktemp("text") / "prose.txt"
-    draw = random.Random(0)
-    text.write_text(" ".join(draw.choice(SENTENCE.split()) for _ in range(1500)), encoding="utf8")
 
     def run(
         family: str, plant: Callable[[Any], None], only: tuple[str, ...] = GEOMETRY, **changes: Any

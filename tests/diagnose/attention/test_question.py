@@ -338,13 +338,6 @@ def test_lengths_and_sizes_fit_the_window() -> None:
 # The command line
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "prose.txt"
-    path.write_text("the shells that she sells are sea shells for sure " * 120, encoding="utf8")
-    return path
-
-
 def run(model: Path, text: Path, out: Path, *only: str) -> int:
     flags = ["--text", str(text), "--out", str(out), "--tokens", "384", "--window", "64", "--only", *only]
     with blank_pictures():
