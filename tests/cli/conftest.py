@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,27 @@ __all__ = ["few_simulations", "text", "tiny_checkpoint", "tiny_tokenizer"]
 BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
 
 
-@pytest.fixture
-def pictures() -> None:
-    """For the one test whose page has its pictures; tests/report has those of each kind."""
-
-
 @contextlib.contextmanager
-def blank_pictures() -> Iterator[None]:
-    """A picture takes a tenth of a second, and a page has up to thirty."""
+def blank_pictures() -> Iterator[Callable[..., str]]:
+    """A picture takes a tenth of a second, and a page has up to thirty. Gives the function that draws."""
+    import vl_convert
+
     with pytest.MonkeyPatch.context() as patched:
-        if importlib.util.find_spec("vl_convert") is not None:
-            patched.setattr("vl_convert.vegalite_to_svg", lambda *of, **options: BLANK)
-        yield
+        draw = vl_convert.vegalite_to_svg
+        patched.setattr(vl_convert, "vegalite_to_svg", lambda *of, **options: BLANK)
+        yield draw
 
 
-@pytest.fixture(autouse=True)
-def _pictures_are_blank(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "pictures" in request.fixturenames:
-        yield
-        return
-    with blank_pictures():
-        yield
+@pytest.fixture(scope="module", autouse=True)
+def _pictures_are_blank() -> Iterator[Callable[..., str]]:
+    with blank_pictures() as draw:
+        yield draw
+
+
+@pytest.fixture
+def pictures(_pictures_are_blank: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the one test whose page has its pictures; tests/report has those of each kind."""
+    monkeypatch.setattr("vl_convert.vegalite_to_svg", _pictures_are_blank)
 
 
 SIZES: dict[str, Any] = {

@@ -24,7 +24,7 @@ from fullrank.version import __version__
 
 def tiny(out: Path) -> list[str]:
     return [
-        "demo", "--out", str(out), "--contexts", "12", "--vocabulary", "8", "--rank", "4", "--width", "2",
+        "demo", "--out", str(out), "--contexts", "8", "--vocabulary", "6", "--rank", "3", "--width", "2",
         "--components", "2", "--steps", "2",
     ]  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_demo_writes_results_and_a_page_that_can_be_drawn_again(
     assert json.loads(printed.out) == json.loads((run / "results.json").read_text())
     record, made = results.load(run / "results.json")
     assert isinstance(record, Ladder)
-    assert record.least_rank == 4
+    assert record.least_rank == 3
     assert {rung.head for rung in record.rungs} >= {"softmax", "moc", "sigsoftmax", "mos", "trunk"}
     assert made.seed == 0
     assert "torch" in made.versions
@@ -118,8 +118,8 @@ def test_demo_writes_results_and_a_page_that_can_be_drawn_again(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--rank", "8"], ["--rank 8", "at most 7"]),
-        (["--width", "4"], ["--width 4", "below --rank 4"]),
+        (["--rank", "6"], ["--rank 6", "at most 5"]),
+        (["--width", "3"], ["--width 3", "below --rank 3"]),
         (["--width", "0"], ["--width 0", "at least 1"]),
         (["--components", "-1"], ["--components -1", "at least 1"]),
         (["--steps", "0"], ["--steps 0", "at least 1"]),

@@ -25,7 +25,7 @@ from fullrank.models.loading import load, quiet
 from fullrank.upgrade import collapse as collapse_model
 from fullrank.upgrade import run
 from fullrank.upgrade import training as fit
-from tests.cli.conftest import SIZES, blank_pictures, save_with_bytes
+from tests.cli.conftest import SIZES, save_with_bytes
 
 SMALL = ["--tokens", "1024", "--window", "64", "--epochs", "2", "--seeds", "2"]
 SHORT = [*SMALL[:4], "--epochs", "1", "--seeds", "1"]
@@ -61,7 +61,7 @@ def trained(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     """The tiny model with two components of mos, trained on the text."""
     place, stream = tmp_path_factory.mktemp("trained"), io.StringIO()
     arguments = [str(model), "--out", str(place / "out"), "--cache", str(place / "states")]
-    with contextlib.redirect_stdout(stream), blank_pictures():
+    with contextlib.redirect_stdout(stream):
         upgrade(tyro.cli(Upgrade, args=[*arguments, "--components", "2", "--train", str(text), *SMALL]))
     return Written(place / "out", stream.getvalue())
 
@@ -71,7 +71,7 @@ def plain(trained: Written, text: Path, tmp_path_factory: pytest.TempPathFactory
     """The trained model, collapsed to one softmax."""
     place, stream = tmp_path_factory.mktemp("plain"), io.StringIO()
     arguments = [str(trained.out), "--text", str(text), "--out", str(place / "out"), *SMALL[:-2]]
-    with contextlib.redirect_stdout(stream), blank_pictures():
+    with contextlib.redirect_stdout(stream):
         collapse(tyro.cli(Collapse, args=[*arguments, "--cache", str(place / "states")]))
     return Written(place / "out", stream.getvalue())
 

@@ -259,26 +259,33 @@ def test_any_curve_has_a_sane_answer(heights: list[float], lower: bool) -> None:
     assert not (found.turned and found.lost_percent < module.MATERIAL_PERCENT)
 
 
-# The stronger correlation is the harder: a call of this test tests 80 curves.
-@pytest.mark.parametrize(("correlation", "most"), [pytest.param(0.5, 2, marks=pytest.mark.slow), (0.8, 3)])
-def test_false_alarms_are_rare_where_noise_is_correlated(correlation: float, most: int) -> None:
-    """Of 80 level curves, on which alarms are most frequent: 2% and a little for the luck of the draw.
+@pytest.mark.parametrize(
+    ("correlation", "count", "most"),
+    [
+        (0.8, 30, 1),
+        pytest.param(0.5, 80, 2, marks=pytest.mark.slow),
+        pytest.param(0.8, 80, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_false_alarms_are_rare_where_noise_is_correlated(correlation: float, count: int, most: int) -> None:
+    """Of level curves, on which alarms are most frequent: 2% and a little for the luck of the draw.
 
-    With independent noise assumed there are 8 to 30. `benchmarks/series_calibration.py` has thousands.
+    With independent noise assumed there are 8 to 30 of 80. `benchmarks/series_calibration.py` has thousands.
     """
-    drawn = 0.02 * autoregressive(numpy.random.default_rng(7), 80, 14, correlation)
+    drawn = 0.02 * autoregressive(numpy.random.default_rng(7), count, 14, correlation)
     assert sum(saturation(curve(thousands(STEPS), numpy.exp(row))).p_value < 0.01 for row in drawn) <= most
 
 
-def test_planted_turns_are_found() -> None:
+@pytest.mark.parametrize("count", [15, pytest.param(40, marks=pytest.mark.slow)])
+def test_planted_turns_are_found(count: int) -> None:
     """Of 4% with 0.2% scatter: down to the middle of 14 checkpoints, and back up."""
     found = [
         saturation(curve(thousands(STEPS), scattered(vee(0.2, 0.04, 14), 0.002, seed), 0.014))
-        for seed in range(40)
+        for seed in range(count)
     ]
-    assert sum(record.turned for record in found) >= 36
+    assert sum(record.turned for record in found) >= 0.9 * count
     truth = 100 * math.expm1(0.04)
-    assert sum(record.interval[0] <= truth <= record.interval[1] for record in found) >= 36
+    assert sum(record.interval[0] <= truth <= record.interval[1] for record in found) >= 0.9 * count
 
 
 def test_record_is_plain() -> None:
