@@ -1,8 +1,8 @@
 """200 steps on the kernels end where 200 steps on the reference path do. Run with `pytest -m gpu`.
 
 A network of two layers reads two tokens and predicts a third, one of four that they determine. Both paths
-start from the same weights and see the same batches; products run in bf16 under autocast. Rounding lets the two
-drift apart, so single losses may differ by 0.03 nats, and their mean over the last 50 steps by 0.005.
+start from the same weights and see the same batches; products run in bf16 under autocast. Rounding lets the
+two drift apart, so single losses may differ by 0.03 nats, and their mean over the last 50 steps by 0.005.
 """
 
 from __future__ import annotations
