@@ -21,6 +21,8 @@ from tests.suite_rules import ProcessorClock, SuiteRules
 # Before torch is imported: workers share the cores, and threads beyond them wait for each other.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
+# Threads that wait for work leave the core to the other worker.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Before anything imports Triton: without a GPU its kernels run in its interpreter.
 if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
@@ -36,6 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # Reports of workers arrive in the process that started them.
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(SuiteRules(), "suite-rules")
+
+
+@pytest.fixture(autouse=True)
+def _threads_are_restored() -> Iterator[None]:
+    """Workers share the cores: more threads after one test would slow down all that follow."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", autouse=True)
