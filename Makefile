@@ -15,10 +15,10 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; [ $$
 # Rewritten asserts are kept even where the environment keeps no bytecode: they take a worker ten seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: env lock check-lock demo test test-all test-older test-lowest test-processes check-wheel lint style format bench docs notebooks wheel clean help
+.PHONY: env lock check-lock demo test test-all test-slow test-older test-lowest check-wheel lint style format bench docs notebooks wheel clean help
 
 help:
-	@echo "make demo | test | test-all | test-older | test-lowest | test-processes | check-wheel | lint | format | bench | docs | notebooks | wheel | env | lock | check-lock | clean"
+	@echo "make demo | test | test-all | test-slow | test-older | test-lowest | check-wheel | lint | format | bench | docs | notebooks | wheel | env | lock | check-lock | clean"
 
 env: $(STAMP)
 
@@ -68,10 +68,8 @@ test: style
 test-all: lint
 	$(PYTEST) -m 'not gpu'
 
-# Each start of several processes imports torch for seconds: in CI, and out of the way of `make test`.
-test-processes: $(STAMP)
-	$(BIN)/pytest -q -m 'not gpu' tests/train/test_processes.py tests/models/test_distributed.py tests/ops/test_parallel.py \
-		tests/heads/test_vocab_parallel.py
+test-slow: $(STAMP)
+	$(PYTEST) -m 'slow and not gpu'
 
 # Products of bf16 and fp32 are other sums of other blocks on other processors. On x86 torch can be held to
 # instructions of 2013; also worth a try: make test-older OLDER=ONEDNN_MAX_CPU_ISA=AVX512_CORE
